@@ -1,0 +1,77 @@
+//! Counters: signed 64 bits that never wrap.
+
+use alloc::vec::Vec;
+
+use serde::{Deserialize, Serialize};
+
+use crate::effect::{Effect, Event, Outcome, Refusal};
+use crate::store::{IdleValue, Store};
+use crate::types::{Bytes, Revision, Timestamp};
+
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct Counter {
+    pub(crate) value: i64,
+    pub(crate) changed_at: Timestamp,
+    pub(crate) revision: Revision,
+}
+
+impl Store {
+    pub(crate) fn counter_add(
+        &mut self,
+        key: &[u8],
+        delta: i64,
+        decrement: bool,
+        effects: &mut Vec<Effect>,
+    ) -> Outcome {
+        let old = self.counters.get(key).map_or(0, |counter| counter.value);
+        let (new, event) = if decrement {
+            (old.checked_sub(delta), Event::Decr)
+        } else {
+            (old.checked_add(delta), Event::Incr)
+        };
+        // The negative of the smallest integer does not exist, whatever it is subtracted from.
+        let Some(new) = new.filter(|_| !(decrement && delta == i64::MIN)) else {
+            return Outcome::Refused(Refusal::Overflow);
+        };
+        match self.counter_store(key, new, event, effects) {
+            Ok(()) => Outcome::Number(new),
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+
+    pub(crate) fn counter_set(
+        &mut self,
+        key: &[u8],
+        value: i64,
+        effects: &mut Vec<Effect>,
+    ) -> Outcome {
+        match self.counter_store(key, value, Event::Cset, effects) {
+            Ok(()) => Outcome::Done,
+            Err(refusal) => Outcome::Refused(refusal),
+        }
+    }
+
+    fn counter_store(
+        &mut self,
+        key: &[u8],
+        value: i64,
+        event: Event,
+        effects: &mut Vec<Effect>,
+    ) -> Result<(), Refusal> {
+        let key = match self.counters.get_key_value(key) {
+            Some((key, counter)) => {
+                let key = key.clone();
+                self.idle_values.remove(&(counter.changed_at, IdleValue::Counter, key.clone()));
+                key
+            }
+            None if self.shared.add_key(self.limits.keys_max) => Bytes::from(key),
+            None => return Err(Refusal::MaxKeys),
+        };
+        if value == 0 {
+            self.idle_values.insert((self.now, IdleValue::Counter, key.clone()));
+        }
+        let revision = self.change(event, &key, effects);
+        self.counters.insert(key, Counter { value, changed_at: self.now, revision });
+        Ok(())
+    }
+}

@@ -1,0 +1,228 @@
+//! Everything the store asks of the outside: answers and pushes.
+
+use alloc::vec::Vec;
+
+use serde::{Deserialize, Serialize};
+
+use crate::types::{Bytes, End, Fence, RequestId, Revision, SessionId, Span, Token};
+
+/// Something to tell a session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// The answer to a request.
+    Reply {
+        /// Who asked.
+        session: SessionId,
+        /// What is answered.
+        request: RequestId,
+        /// The answer.
+        outcome: Outcome,
+    },
+    /// Something a session subscribed to, or must know.
+    Push {
+        /// Who is told.
+        session: SessionId,
+        /// What.
+        push: Push,
+        /// Set if this is the delivery to a queue group: [`Store::group_members`](crate::Store::group_members)
+        /// names the members who can take it instead.
+        group: Option<Group>,
+    },
+    /// A detached session waited long enough and is gone.
+    SessionEnded {
+        /// Which.
+        session: SessionId,
+    },
+}
+
+/// A queue group.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Group {
+    /// The pattern its members listen to.
+    pub pattern: Bytes,
+    /// Its name.
+    pub name: Bytes,
+}
+
+/// A granted hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    /// Its credential, fence included.
+    pub token: Token,
+    /// How long it lasts from now.
+    pub lease: Span,
+}
+
+/// The answer to a command or query.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// Done, nothing to say.
+    Done,
+    /// The caller holds the lock.
+    Granted(Grant),
+    /// An enqueue was granted at once.
+    Acquired(Grant),
+    /// An enqueue took its place.
+    Queued,
+    /// The lease was restarted.
+    Renewed {
+        /// Of the hold.
+        fence: Fence,
+        /// The lease.
+        lease: Span,
+    },
+    /// The wait ended without success.
+    Timeout,
+    /// No such value, or nothing to pop.
+    Empty,
+    /// A compare-and-set found something else.
+    Conflict,
+    /// A counter, a length or a number of deliveries.
+    Number(i64),
+    /// A value.
+    Value(Bytes),
+    /// An entry written by a KV command, with the revision it got.
+    Written(Revision),
+    /// A popped item.
+    Popped {
+        /// The list.
+        key: Bytes,
+        /// The end it came from.
+        end: End,
+        /// The item.
+        value: Bytes,
+    },
+    /// Items of a list.
+    Items(Vec<Bytes>),
+    /// The events asked for are gone; the oldest kept one is after this revision.
+    Compacted(Revision),
+    /// A definite no: nothing has changed.
+    Refused(Refusal),
+}
+
+/// Why a command was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Refusal {
+    /// `Limits::locks_max`.
+    MaxLocks,
+    /// `Limits::waiters_max`.
+    MaxWaiters,
+    /// `Limits::keys_max`.
+    MaxKeys,
+    /// `Limits::list_length_max`.
+    ListFull,
+    /// `Limits::value_bytes_max`.
+    ValueTooLarge,
+    /// `Limits::subscriptions_max`.
+    MaxSubscriptions,
+    /// The semaphore exists with another limit.
+    LimitMismatch,
+    /// The key is a read-write lock, or is not.
+    TypeMismatch,
+    /// The barrier exists with another count.
+    CountMismatch,
+    /// The session has enqueued for this key already.
+    AlreadyEnqueued,
+    /// The session has not enqueued for this key.
+    NotEnqueued,
+    /// The session waits for this already.
+    AlreadyWaiting,
+    /// The lease of the hold ran out.
+    LeaseExpired,
+    /// No such hold.
+    NotHeld,
+    /// The counter would leave 64 bits.
+    Overflow,
+    /// Malformed pattern, or a wildcard where none may be.
+    BadPattern,
+    /// No fence can be had now.
+    NoFence,
+    /// The request was answered so long ago that the answer is no longer kept. It is not executed again, and what
+    /// came of it the first time is not known.
+    Forgotten,
+}
+
+/// A line for a subscriber.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Push {
+    /// A signal.
+    Signal {
+        /// Where it was sent.
+        channel: Bytes,
+        /// What was sent.
+        payload: Bytes,
+    },
+    /// A change of a watched key.
+    Change(Change),
+    /// News of an election.
+    Leader {
+        /// What happened.
+        event: LeaderEvent,
+        /// Which election.
+        key: Bytes,
+    },
+    /// A hold of this session ended other than by its release.
+    Lost {
+        /// The lock.
+        key: Bytes,
+        /// The hold.
+        fence: Fence,
+        /// Why.
+        reason: LostReason,
+    },
+}
+
+/// A change of a key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Change {
+    /// The revision it made.
+    pub revision: Revision,
+    /// What happened.
+    pub event: Event,
+    /// To which key.
+    pub key: Bytes,
+}
+
+/// What can happen to a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names of the wire protocol")]
+pub enum Event {
+    Acquire,
+    Release,
+    Elect,
+    Resign,
+    Incr,
+    Decr,
+    Cset,
+    Kset,
+    Kdel,
+    Kcas,
+    Lpush,
+    Rpush,
+    Lpop,
+    Rpop,
+    Blpop,
+    Brpop,
+}
+
+/// What can happen to a leader.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaderEvent {
+    /// Somebody leads.
+    Elected,
+    /// The leader gave up.
+    Resigned,
+    /// A queued one takes over.
+    Failover,
+}
+
+/// Why a hold ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LostReason {
+    /// Its lease ran out.
+    Expired,
+    /// An operator ended it.
+    Forced,
+    /// Its session ended.
+    Session,
+}

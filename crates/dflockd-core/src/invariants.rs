@@ -1,0 +1,308 @@
+//! What is true of every store between two commands. Tests check it after each one, and a snapshot must
+//! pass before it is used.
+
+use alloc::format;
+use alloc::string::String;
+
+use crate::deadline::Timer;
+use crate::lock::Lock;
+use crate::pattern;
+use crate::session::{Blocked, Enqueued, Session};
+use crate::store::{IdleValue, Store};
+use crate::subscription::Owned;
+use crate::types::{Fence, SessionId, Space};
+use crate::view::LockKind;
+
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err(format!($($message)+));
+        }
+    };
+}
+
+impl Store {
+    /// Panics if the state is broken.
+    ///
+    /// # Panics
+    ///
+    /// See above.
+    pub fn check_invariants(&self) {
+        if let Err(broken) = self.verify() {
+            panic!("invariant broken: {broken}");
+        }
+    }
+
+    pub(crate) fn verify(&self) -> Result<(), String> {
+        let mut totals = Totals::default();
+        for (slot, lock) in self.locks.arena.iter() {
+            ensure!(self.locks.find(lock.space, &lock.key) == Some(slot), "{:?} is lost", lock.key);
+            self.verify_lock(slot, lock, &mut totals)?;
+        }
+        ensure!(totals.claims == self.locks.claims.len(), "claims without a lock");
+        ensure!(totals.holds == self.locks.by_fence.len(), "fences without a hold");
+        ensure!(totals.holds == self.deadlines.leases().len(), "leases without a hold");
+        ensure!(totals.idle == self.locks.idle.len() as usize, "idle chain is wrong");
+        let chained = self.locks.idle.iter(&self.locks.arena).count();
+        ensure!(chained == totals.idle, "idle chain is broken");
+        ensure!(self.shared.locks() >= self.locks.arena.len() as u64, "locks are miscounted");
+        let in_order = |(a, b): (&Lock, &Lock)| a.idle_since <= b.idle_since;
+        let idle = || self.locks.idle.iter(&self.locks.arena).map(|(_, lock)| lock);
+        ensure!(idle().zip(idle().skip(1)).all(in_order), "idle chain is out of order");
+
+        for (&id, session) in &self.sessions {
+            self.verify_session(id, session, &mut totals)?;
+        }
+        ensure!(totals.owned_holds == totals.session_holds, "holds of no session");
+        self.verify_values(&mut totals)?;
+        ensure!(totals.blocked == totals.session_blocked, "blocked requests of no session");
+        totals.timers += self
+            .deadlines
+            .timers()
+            .values()
+            .filter(|timer| matches!(timer, Timer::GrantsOpen))
+            .count();
+        ensure!(totals.timers == self.deadlines.timers().len(), "timers of nobody");
+        let last_serial = self.deadlines.last_used_serial();
+        ensure!(last_serial <= self.deadlines.serial(), "timer numbers would repeat");
+        self.verify_subscriptions()?;
+        let kept = self.changes.len() as u64;
+        ensure!(kept <= self.limits.events_max, "too many changes kept");
+        let ordered = self.changes.iter().zip(self.changes.iter().skip(1));
+        ensure!(ordered.clone().all(|(a, b)| a.revision < b.revision), "changes out of order");
+        let first = self.changes.front().map(|change| change.revision.0);
+        ensure!(first != Some(0), "a change without a revision");
+        Ok(())
+    }
+
+    fn verify_lock(&self, slot: u32, lock: &Lock, totals: &mut Totals) -> Result<(), String> {
+        let key = &lock.key;
+        let holders = || lock.holders.iter(&self.locks.claims);
+        let queue = || lock.queue.iter(&self.locks.claims);
+        ensure!(holders().count() == lock.holders.len() as usize, "holders of {key:?}");
+        ensure!(queue().count() == lock.queue.len() as usize, "queue of {key:?}");
+
+        // Promise 1, state exclusion.
+        let writers = holders().filter(|(_, claim)| claim.exclusive).count();
+        match lock.kind {
+            LockKind::Slots(limit) => {
+                ensure!(limit > 0, "{key:?} has no slots");
+                ensure!(lock.holders.len() <= limit, "{key:?} has too many holders");
+                ensure!(!lock.writer, "{key:?} has a writer");
+            }
+            LockKind::ReadWrite => {
+                ensure!(lock.space == Space::Locks, "{key:?} is in the wrong namespace");
+                ensure!(writers == 0 || lock.holders.len() == 1, "{key:?} has a writer and more");
+                ensure!(lock.writer == (writers == 1), "{key:?} has a wrong writer mark");
+            }
+        }
+        // Promise 6, no lost wakeup.
+        if let Some((_, head)) = queue().next() {
+            let room = match lock.kind {
+                LockKind::Slots(limit) => lock.holders.len() < limit,
+                LockKind::ReadWrite if head.exclusive => lock.holders.is_empty(),
+                LockKind::ReadWrite => writers == 0,
+            };
+            let stalled = self.locks.stalled.contains(&(lock.space, key.clone()));
+            ensure!(!room || stalled, "{key:?} has room, but its first waiter waits");
+        }
+        // Promise 3, fence order.
+        let mut last = Fence(0);
+        for (claim_slot, claim) in holders() {
+            let hold = claim.hold.ok_or_else(|| format!("{key:?} has a holder without hold"))?;
+            ensure!(claim.lock == slot, "{key:?} has somebody else's holder");
+            ensure!(last < hold.fence, "{key:?} has fences out of order");
+            last = hold.fence;
+            ensure!(self.locks.by_fence.get(&hold.fence) == Some(&claim_slot), "{last:?} is lost");
+            let lease = self.deadlines.leases().get(&(hold.base, hold.fence));
+            ensure!(lease == Some(&claim_slot), "{last:?} has no lease");
+            // Promise 7: nothing outlives its lease.
+            let end = self.deadlines.lease_end(hold.base);
+            ensure!(end >= self.now, "{last:?} has outlived its lease");
+            ensure!(claim.request.is_none() && claim.timer.is_none(), "{last:?} still waits");
+            ensure!(!claim.orphaned || !claim.enqueued, "{last:?} is an enqueued orphan");
+            totals.owned_holds += usize::from(!claim.orphaned);
+            totals.holds += 1;
+        }
+        ensure!(last <= lock.last_fence, "{key:?} forgot its last fence");
+        ensure!(lock.last_fence.0 < self.shared.fence_next(), "{key:?} is ahead of all fences");
+        for (_, claim) in queue() {
+            ensure!(claim.lock == slot, "{key:?} has somebody else's waiter");
+            ensure!(claim.hold.is_none() && !claim.orphaned, "{key:?} has a waiter that holds");
+            ensure!(claim.request.is_some() || claim.enqueued, "{key:?} has a waiter of nobody");
+            ensure!(claim.request.is_some() == claim.timer.is_some(), "{key:?} waits without end");
+            totals.timers += usize::from(claim.timer.is_some());
+            totals.blocked += usize::from(claim.request.is_some());
+        }
+        let idle = lock.holders.is_empty() && lock.queue.is_empty();
+        ensure!(idle == lock.idle_since.is_some(), "{key:?} has a wrong idle mark");
+        totals.idle += usize::from(idle);
+        totals.claims += (lock.holders.len() + lock.queue.len()) as usize;
+        Ok(())
+    }
+
+    fn verify_session(
+        &self,
+        id: SessionId,
+        session: &Session,
+        totals: &mut Totals,
+    ) -> Result<(), String> {
+        let mut last = Fence(0);
+        let mut holds = 0;
+        for (_, claim) in session.holds.iter(&self.locks.claims) {
+            let fence = claim.hold.map_or(Fence(0), |hold| hold.fence);
+            ensure!(claim.session == id && !claim.orphaned, "{id:?} has somebody else's hold");
+            ensure!(last < fence, "{id:?} has holds out of order");
+            last = fence;
+            holds += 1;
+        }
+        ensure!(holds == session.holds.len() as usize, "{id:?} has a broken chain of holds");
+        totals.session_holds += holds;
+        for (&request, blocked) in &session.blocked {
+            let right = match blocked {
+                Blocked::Claim(slot) => {
+                    let claim = &self.locks.claims[*slot];
+                    claim.session == id && claim.request == Some(request)
+                }
+                Blocked::Pop { key, place } => {
+                    let popper = self.lists.get(key).and_then(|list| list.poppers.get(place));
+                    popper.is_some_and(|it| it.session == id && it.request == request)
+                }
+                Blocked::Barrier { key } => {
+                    let barrier = self.barriers.get(key);
+                    let arrival = barrier.and_then(|barrier| barrier.arrivals.get(&id));
+                    arrival.is_some_and(|arrival| arrival.0 == request)
+                }
+            };
+            ensure!(right, "{id:?} is blocked by nothing");
+            totals.session_blocked += 1;
+        }
+        for ((space, key), enqueued) in &session.enqueued {
+            match enqueued {
+                Enqueued::Claim(slot) => {
+                    let claim = &self.locks.claims[*slot];
+                    let lock = &self.locks.arena[claim.lock];
+                    let right = claim.session == id && claim.enqueued;
+                    ensure!(right, "{id:?} has a wrong enqueue record");
+                    ensure!(lock.space == *space && lock.key == *key, "{id:?} enqueued elsewhere");
+                }
+                Enqueued::Expired(number) => {
+                    let note = session.notes.get(number);
+                    ensure!(note == Some(&(*space, key.clone())), "{id:?} has a wrong note");
+                }
+            }
+        }
+        let notes = session.enqueued.values();
+        let notes = notes.filter(|state| matches!(state, Enqueued::Expired(_))).count();
+        ensure!(notes == session.notes.len(), "{id:?} has lost notes");
+        if let Some(results) = &session.results {
+            ensure!(results.kept.len() == results.order.len(), "{id:?} has lost results");
+            let known = results.order.iter().all(|request| results.kept.contains_key(request));
+            ensure!(known, "{id:?} has unknown results");
+        }
+        totals.timers += usize::from(session.detached.is_some());
+        let timer = session.detached.map(|(_, key)| self.deadlines.timers().get(&key));
+        let right =
+            timer.is_none_or(|timer| matches!(timer, Some(Timer::Session(it)) if *it == id));
+        ensure!(right, "{id:?} is detached for ever");
+        Ok(())
+    }
+
+    fn verify_values(&self, totals: &mut Totals) -> Result<(), String> {
+        let mut idle = 0;
+        for (key, counter) in self.counters.iter().filter(|(_, counter)| counter.value == 0) {
+            let entry = (counter.changed_at, IdleValue::Counter, key.clone());
+            ensure!(self.idle_values.contains(&entry), "zero counter {key:?} stays for ever");
+            idle += 1;
+        }
+        for (key, kv) in &self.kv {
+            if kv.timer.is_some() {
+                totals.timers += 1;
+            } else if self.limits.kv_idle_gc {
+                let entry = (kv.changed_at, IdleValue::Kv, key.clone());
+                ensure!(self.idle_values.contains(&entry), "entry {key:?} stays for ever");
+                idle += 1;
+            }
+        }
+        ensure!(idle == self.idle_values.len(), "idle values that do not exist");
+        for (key, list) in &self.lists {
+            ensure!(list.items.is_empty() != list.poppers.is_empty(), "list {key:?} is wrong");
+            totals.timers += list.poppers.len();
+            totals.blocked += list.poppers.len();
+        }
+        for (key, barrier) in &self.barriers {
+            let arrived = barrier.arrivals.len();
+            let waiting = arrived > 0 && arrived < barrier.count as usize;
+            ensure!(waiting, "barrier {key:?} is open or empty");
+            totals.timers += arrived;
+            totals.blocked += arrived;
+        }
+        let keys = self.counters.len() + self.kv.len() + self.lists.len() + self.barriers.len();
+        ensure!(self.shared.keys() >= keys as u64, "keys are miscounted");
+        Ok(())
+    }
+
+    fn verify_subscriptions(&self) -> Result<(), String> {
+        let mut wanted = 0;
+        let mut listed = 0;
+        for (id, session) in &self.sessions {
+            for subscription in &session.subscriptions {
+                let present = match subscription {
+                    Owned::Signals { pattern, group } => {
+                        let listeners = self.subscriptions.signals.get(pattern);
+                        listeners.is_some_and(|listeners| {
+                            if group.is_empty() {
+                                return listeners.alone.contains(id);
+                            }
+                            let members = listeners.groups.get(group);
+                            members.is_some_and(|members| members.sessions.contains(id))
+                        })
+                    }
+                    Owned::Changes { pattern } => {
+                        let sessions = self.subscriptions.watches.get(pattern);
+                        sessions.is_some_and(|sessions| sessions.contains(id))
+                    }
+                    Owned::Leaders { key } => {
+                        let sessions = self.observers.0.get(key);
+                        let reason = sessions.and_then(|sessions| sessions.get(id));
+                        reason.is_some_and(|reason| reason.explicit)
+                    }
+                };
+                ensure!(present, "{id:?} is not listed for {subscription:?}");
+                wanted += 1;
+            }
+        }
+        for (pattern, listeners) in self.subscriptions.signals.iter() {
+            ensure!(pattern::is_valid(pattern), "{pattern:?} is no pattern");
+            listed += listeners.alone.len();
+            for members in listeners.groups.values() {
+                ensure!(members.turn < members.sessions.len(), "{pattern:?} has a lost turn");
+                listed += members.sessions.len();
+            }
+        }
+        for (pattern, sessions) in self.subscriptions.watches.iter() {
+            ensure!(pattern::is_valid(pattern), "{pattern:?} is no pattern");
+            listed += sessions.len();
+        }
+        for (key, sessions) in &self.observers.0 {
+            for reason in sessions.values() {
+                ensure!(reason.explicit || reason.leads, "{key:?} has an observer for nothing");
+                listed += usize::from(reason.explicit);
+            }
+        }
+        ensure!(wanted == listed, "subscriptions of nobody");
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Totals {
+    claims: usize,
+    holds: usize,
+    owned_holds: usize,
+    session_holds: usize,
+    idle: usize,
+    timers: usize,
+    blocked: usize,
+    session_blocked: usize,
+}

@@ -1,0 +1,53 @@
+//! The state machine of dflockd: every lock, value and subscription, and every rule about them.
+//!
+//! State, command and time in; new state and effects out. There is no clock, no randomness, no IO, no
+//! thread and no hash order in here, so the same commands with the same stamps give the same effects on
+//! every machine: in memory, behind a log, and in a simulator.
+//!
+//! Start reading at [`Store::apply`]. `lock.rs` has the grant rules, `session.rs` what happens when a
+//! client goes, `subscription.rs` who is told what.
+
+#![no_std]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
+
+mod barrier;
+mod chain;
+mod command;
+mod counter;
+mod deadline;
+mod effect;
+mod election;
+mod invariants;
+mod kv;
+mod list;
+mod lock;
+mod pattern;
+mod session;
+mod shared;
+mod snapshot;
+mod store;
+mod subscription;
+mod types;
+mod view;
+
+#[cfg(test)]
+mod tests;
+
+pub use command::{Caller, Command, Expect, Query, Subscription};
+pub use effect::{
+    Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
+};
+pub use pattern::{is_literal, is_valid as pattern_is_valid, matches as pattern_matches};
+pub use shared::Shared;
+pub use snapshot::SnapshotError;
+pub use store::Store;
+pub use types::{
+    Bytes, End, Fence, Limits, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+};
+pub use view::{
+    BarrierView, ChannelView, CounterView, HolderView, KeyKind, KeyView, KvView, ListView, Listed,
+    LockKind, LockView, Survey, WaiterView,
+};

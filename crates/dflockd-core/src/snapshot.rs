@@ -1,0 +1,411 @@
+//! The whole store as bytes, out and in.
+//!
+//! Everything is written in an order that does not depend on how the store came to be, so equal stores
+//! give equal bytes. What can be derived (indexes, chains, counts) is not written but rebuilt, and what was
+//! read is verified before it is used.
+
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::string::String;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::barrier::Barrier;
+use crate::chain::{Chain, Links};
+use crate::counter::Counter;
+use crate::deadline::{Timer, TimerKey};
+use crate::effect::Change;
+use crate::election::Reason;
+use crate::kv::KvEntry;
+use crate::list::{List, Popper};
+use crate::lock::{Claim, Hold, Lock};
+use crate::session::{Blocked, Enqueued, Results, Session};
+use crate::shared::Shared;
+use crate::store::{IdleValue, Store};
+use crate::subscription::{Members, Owned};
+use crate::types::{
+    Bytes, Fence, Limits, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+};
+use crate::view::LockKind;
+
+const VERSION: u8 = 1;
+
+/// Why bytes are not a snapshot.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SnapshotError {
+    /// Not in the form of a snapshot of a known version.
+    Malformed,
+    /// In the right form, but no store can look like this.
+    Inconsistent(String),
+}
+
+impl fmt::Display for SnapshotError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Malformed => f.write_str("not a snapshot of a known version"),
+            Self::Inconsistent(what) => write!(f, "inconsistent snapshot: {what}"),
+        }
+    }
+}
+
+impl core::error::Error for SnapshotError {}
+
+#[derive(Serialize, Deserialize)]
+struct Data {
+    limits: Limits,
+    seed: u64,
+    now: Timestamp,
+    grace_until: Timestamp,
+    grants_timer: Option<TimerKey>,
+    serial: u64,
+    fence_next: u64,
+    revision: Revision,
+    locks: Vec<LockData>,
+    stalled: BTreeSet<(Space, Bytes)>,
+    counters: BTreeMap<Bytes, Counter>,
+    kv: BTreeMap<Bytes, KvEntry>,
+    lists: BTreeMap<Bytes, List>,
+    barriers: BTreeMap<Bytes, Barrier>,
+    sessions: BTreeMap<SessionId, SessionData>,
+    groups: Vec<(Bytes, Bytes, Members)>,
+    observers: Vec<(Bytes, SessionId, bool, bool)>,
+    changes: VecDeque<Change>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct LockData {
+    space: Space,
+    key: Bytes,
+    kind: LockKind,
+    last_fence: Fence,
+    expired: Option<Token>,
+    revision: Revision,
+    idle_since: Option<Timestamp>,
+    holders: Vec<ClaimData>,
+    queue: Vec<ClaimData>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct ClaimData {
+    session: SessionId,
+    exclusive: bool,
+    election: bool,
+    salt: u64,
+    lease: Span,
+    since: Timestamp,
+    request: Option<RequestId>,
+    enqueued: bool,
+    timer: Option<TimerKey>,
+    hold: Option<Hold>,
+    orphaned: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+struct SessionData {
+    notes: BTreeMap<u64, (Space, Bytes)>,
+    subscriptions: BTreeSet<Owned>,
+    results: Option<Results>,
+    detached: Option<(Timestamp, TimerKey)>,
+}
+
+impl From<&Claim> for ClaimData {
+    fn from(claim: &Claim) -> Self {
+        Self {
+            session: claim.session,
+            exclusive: claim.exclusive,
+            election: claim.election,
+            salt: claim.salt,
+            lease: claim.lease,
+            since: claim.since,
+            request: claim.request,
+            enqueued: claim.enqueued,
+            timer: claim.timer,
+            hold: claim.hold,
+            orphaned: claim.orphaned,
+        }
+    }
+}
+
+impl Store {
+    /// The whole state.
+    ///
+    /// # Panics
+    ///
+    /// If memory runs out.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<u8> {
+        let mut bytes = alloc::vec![VERSION];
+        let data = postcard::to_allocvec(&self.data()).expect("plain data can be written");
+        bytes.extend(data);
+        bytes
+    }
+
+    /// A store in the state that was written. Counters of `shared` are raised to what the snapshot needs.
+    pub fn restore(bytes: &[u8], shared: Arc<Shared>) -> Result<Self, SnapshotError> {
+        let Some((&VERSION, bytes)) = bytes.split_first() else {
+            return Err(SnapshotError::Malformed);
+        };
+        let (data, rest) =
+            postcard::take_from_bytes::<Data>(bytes).map_err(|_| SnapshotError::Malformed)?;
+        if !rest.is_empty() {
+            return Err(SnapshotError::Malformed);
+        }
+        let store = Self::from_data(data, shared).map_err(SnapshotError::Inconsistent)?;
+        store.verify().map_err(SnapshotError::Inconsistent)?;
+        Ok(store)
+    }
+
+    fn data(&self) -> Data {
+        let claims = |chain: &Chain<0>| {
+            chain.iter(&self.locks.claims).map(|(_, claim)| claim.into()).collect()
+        };
+        let mut locks: Vec<LockData> = self
+            .locks
+            .arena
+            .iter()
+            .map(|(_, lock)| LockData {
+                space: lock.space,
+                key: lock.key.clone(),
+                kind: lock.kind,
+                last_fence: lock.last_fence,
+                expired: lock.expired,
+                revision: lock.revision,
+                idle_since: lock.idle_since,
+                holders: claims(&lock.holders),
+                queue: claims(&lock.queue),
+            })
+            .collect();
+        locks.sort_by(|a, b| (a.space, &a.key).cmp(&(b.space, &b.key)));
+        let mut sessions = BTreeMap::new();
+        for (&id, session) in &self.sessions {
+            let session = SessionData {
+                notes: session.notes.clone(),
+                subscriptions: session.subscriptions.clone(),
+                results: session.results.as_deref().cloned(),
+                detached: session.detached,
+            };
+            sessions.insert(id, session);
+        }
+        let groups = self.subscriptions.signals.iter().flat_map(|(pattern, listeners)| {
+            let groups = listeners.groups.iter();
+            groups.map(|(name, members)| (pattern.clone(), name.clone(), members.clone()))
+        });
+        let observers = self.observers.0.iter().flat_map(|(key, sessions)| {
+            let sessions = sessions.iter();
+            sessions.map(|(&id, reason)| (key.clone(), id, reason.explicit, reason.leads))
+        });
+        let grants_timer = self
+            .deadlines
+            .timers()
+            .iter()
+            .find_map(|(&key, timer)| matches!(timer, Timer::GrantsOpen).then_some(key));
+        Data {
+            limits: self.limits.clone(),
+            seed: self.seed,
+            now: self.now,
+            grace_until: self.deadlines.grace_until,
+            grants_timer,
+            serial: self.deadlines.serial(),
+            fence_next: self.shared.fence_next(),
+            revision: self.revision(),
+            locks,
+            stalled: self.locks.stalled.clone(),
+            counters: self.counters.clone(),
+            kv: self.kv.clone(),
+            lists: self.lists.clone(),
+            barriers: self.barriers.clone(),
+            sessions,
+            groups: groups.collect(),
+            observers: observers.collect(),
+            changes: self.changes.clone(),
+        }
+    }
+
+    fn from_data(data: Data, shared: Arc<Shared>) -> Result<Self, String> {
+        let mut store = Self::new(data.limits, data.seed, shared, Timestamp(0));
+        store.now = data.now;
+        store.deadlines.grace_until = data.grace_until;
+        store.deadlines.restore_serial(data.serial);
+        store.shared.raise_fence(data.fence_next);
+        store.shared.set_revision(data.revision);
+        if let Some(key) = data.grants_timer {
+            store.grants_open = false;
+            store.deadlines.restore_timer(key, Timer::GrantsOpen);
+        }
+        for (id, session) in data.sessions {
+            store.restore_session(id, session);
+        }
+        store.restore_locks(data.locks)?;
+        store.locks.stalled = data.stalled;
+        store.restore_values(data.counters, data.kv, data.lists, data.barriers)?;
+        for (pattern, name, members) in data.groups {
+            store.subscriptions.signals.entry(&pattern).groups.insert(name, members);
+        }
+        for (key, session, explicit, leads) in data.observers {
+            let sessions = store.observers.0.entry(key).or_default();
+            sessions.insert(session, Reason { explicit, leads });
+        }
+        store.changes = data.changes;
+        Ok(store)
+    }
+
+    fn restore_session(&mut self, id: SessionId, data: SessionData) {
+        let mut session = Session::new();
+        for (&number, record) in &data.notes {
+            session.enqueued.insert(record.clone(), Enqueued::Expired(number));
+        }
+        session.notes = data.notes;
+        session.results = data.results.map(Into::into);
+        session.detached = data.detached;
+        if let Some((_, key)) = data.detached {
+            self.deadlines.restore_timer(key, Timer::Session(id));
+        }
+        for subscription in &data.subscriptions {
+            // Groups and observers have more to them and come by themselves.
+            match subscription {
+                Owned::Signals { group, .. } if !group.is_empty() => {}
+                Owned::Leaders { .. } => {}
+                Owned::Signals { .. } | Owned::Changes { .. } => self.list(id, subscription),
+            }
+        }
+        session.subscriptions = data.subscriptions;
+        self.sessions.insert(id, session);
+    }
+
+    fn restore_locks(&mut self, locks: Vec<LockData>) -> Result<(), String> {
+        let mut idle = Vec::new();
+        let mut holds = Vec::new();
+        for data in locks {
+            if self.locks.find(data.space, &data.key).is_some() {
+                return Err("a lock comes twice".into());
+            }
+            self.shared.add_lock(u64::MAX);
+            if let Some(since) = data.idle_since {
+                idle.push((since, data.space, data.key.clone()));
+            }
+            let record = (data.space, data.key.clone());
+            let slot = self.locks.insert(Lock {
+                key: data.key,
+                space: data.space,
+                kind: data.kind,
+                holders: Chain::new(),
+                queue: Chain::new(),
+                writer: data.kind == LockKind::ReadWrite
+                    && data.holders.iter().any(|claim| claim.exclusive),
+                last_fence: data.last_fence,
+                expired: data.expired,
+                revision: data.revision,
+                idle_since: data.idle_since,
+                idle_links: Links::NONE,
+            });
+            for claim in data.holders {
+                let hold = claim.hold.ok_or("a holder without a hold")?;
+                let (session, orphaned) = (claim.session, claim.orphaned);
+                let claim = self.restore_claim(slot, &record, claim)?;
+                self.locks.arena[slot].holders.push_back(&mut self.locks.claims, claim);
+                self.locks.by_fence.insert(hold.fence, claim);
+                self.deadlines.add_lease(hold.base, hold.fence, claim);
+                if !orphaned {
+                    holds.push((hold.fence, session, claim));
+                }
+            }
+            for claim in data.queue {
+                if claim.hold.is_some() {
+                    return Err("a waiter with a hold".into());
+                }
+                let claim = self.restore_claim(slot, &record, claim)?;
+                self.locks.arena[slot].queue.push_back(&mut self.locks.claims, claim);
+            }
+        }
+        holds.sort_unstable();
+        for (_, session, claim) in holds {
+            let owner = self.sessions.get_mut(&session).ok_or("a hold of no session")?;
+            owner.holds.push_back(&mut self.locks.claims, claim);
+        }
+        idle.sort_unstable();
+        for (_, space, key) in idle {
+            let slot = self.locks.find(space, &key).expect("just inserted");
+            self.locks.idle.push_back(&mut self.locks.arena, slot);
+        }
+        Ok(())
+    }
+
+    fn restore_claim(
+        &mut self,
+        lock: u32,
+        record: &(Space, Bytes),
+        data: ClaimData,
+    ) -> Result<u32, String> {
+        let slot = self.locks.claims.insert(Claim {
+            lock,
+            session: data.session,
+            exclusive: data.exclusive,
+            election: data.election,
+            salt: data.salt,
+            lease: data.lease,
+            since: data.since,
+            request: data.request,
+            enqueued: data.enqueued,
+            timer: data.timer,
+            hold: data.hold,
+            orphaned: data.orphaned,
+            lock_links: Links::NONE,
+            session_links: Links::NONE,
+        });
+        if let Some(key) = data.timer {
+            self.deadlines.restore_timer(key, Timer::Claim(slot));
+        }
+        if data.enqueued || data.request.is_some() {
+            let owner = self.sessions.get_mut(&data.session).ok_or("a claim of no session")?;
+            if let Some(request) = data.request {
+                owner.blocked.insert(request, Blocked::Claim(slot));
+            }
+            if data.enqueued {
+                owner.enqueued.insert(record.clone(), Enqueued::Claim(slot));
+            }
+        }
+        Ok(slot)
+    }
+
+    fn restore_values(
+        &mut self,
+        counters: BTreeMap<Bytes, Counter>,
+        kv: BTreeMap<Bytes, KvEntry>,
+        lists: BTreeMap<Bytes, List>,
+        barriers: BTreeMap<Bytes, Barrier>,
+    ) -> Result<(), String> {
+        for (key, counter) in counters.iter().filter(|(_, counter)| counter.value == 0) {
+            self.idle_values.insert((counter.changed_at, IdleValue::Counter, key.clone()));
+        }
+        for (key, entry) in &kv {
+            match entry.timer {
+                Some(timer) => self.deadlines.restore_timer(timer, Timer::Kv(key.clone())),
+                None if self.limits.kv_idle_gc => {
+                    self.idle_values.insert((entry.changed_at, IdleValue::Kv, key.clone()));
+                }
+                None => {}
+            }
+        }
+        for (key, list) in &lists {
+            for (&place, &Popper { session, request, timer, .. }) in &list.poppers {
+                self.deadlines.restore_timer(timer, Timer::Pop { session, request });
+                let owner = self.sessions.get_mut(&session).ok_or("a popper of no session")?;
+                owner.blocked.insert(request, Blocked::Pop { key: key.clone(), place });
+            }
+        }
+        for (key, barrier) in &barriers {
+            for (&session, &(request, timer)) in &barrier.arrivals {
+                self.deadlines.restore_timer(timer, Timer::Barrier { session, request });
+                let owner = self.sessions.get_mut(&session).ok_or("an arrival of no session")?;
+                owner.blocked.insert(request, Blocked::Barrier { key: key.clone() });
+            }
+        }
+        for _ in 0..counters.len() + kv.len() + lists.len() + barriers.len() {
+            self.shared.add_key(0);
+        }
+        (self.counters, self.kv, self.lists, self.barriers) = (counters, kv, lists, barriers);
+        Ok(())
+    }
+}

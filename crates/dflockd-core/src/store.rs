@@ -1,0 +1,341 @@
+//! The store: all state, and `apply`, the only way to change it.
+
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+
+use foldhash::fast::FixedState;
+use hashbrown::HashMap;
+
+use crate::barrier::Barrier;
+use crate::command::{Caller, Command, Query};
+use crate::counter::Counter;
+use crate::deadline::{Deadlines, Due, Timer};
+use crate::effect::{Change, Effect, Event, LostReason, Outcome, Push};
+use crate::election::Observers;
+use crate::kv::KvEntry;
+use crate::list::List;
+use crate::lock::{EndOfHold, Locks};
+use crate::session::Session;
+use crate::shared::Shared;
+use crate::subscription::Subscriptions;
+use crate::types::{Bytes, Limits, RequestId, Revision, SessionId, Timestamp};
+
+/// All state of a server, or of one shard of it.
+pub struct Store {
+    pub(crate) limits: Limits,
+    pub(crate) shared: Arc<Shared>,
+    /// Seeds the hash maps, so that nobody can choose keys that collide.
+    pub(crate) seed: u64,
+    pub(crate) now: Timestamp,
+    /// Until then nothing is granted.
+    pub(crate) grants_open: bool,
+    pub(crate) locks: Locks,
+    pub(crate) counters: BTreeMap<Bytes, Counter>,
+    pub(crate) kv: BTreeMap<Bytes, KvEntry>,
+    pub(crate) lists: BTreeMap<Bytes, List>,
+    pub(crate) barriers: BTreeMap<Bytes, Barrier>,
+    /// Zero counters, and with `kv_idle_gc` the KV entries without TTL, by their last change.
+    pub(crate) idle_values: BTreeSet<(Timestamp, IdleValue, Bytes)>,
+    pub(crate) sessions: HashMap<SessionId, Session, FixedState>,
+    pub(crate) subscriptions: Subscriptions,
+    pub(crate) observers: Observers,
+    pub(crate) deadlines: Deadlines,
+    /// The most recent changes, oldest first.
+    pub(crate) changes: VecDeque<Change>,
+}
+
+/// A kind of value that is dropped when idle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum IdleValue {
+    Counter,
+    Kv,
+}
+
+impl Store {
+    /// An empty store. Nothing is granted before `grants_from`.
+    #[must_use]
+    pub fn new(limits: Limits, seed: u64, shared: Arc<Shared>, grants_from: Timestamp) -> Self {
+        let mut deadlines = Deadlines::new(limits.failover_grace);
+        if grants_from > Timestamp(0) {
+            deadlines.add_timer(grants_from, Timer::GrantsOpen);
+        }
+        Self {
+            shared,
+            seed,
+            now: Timestamp(0),
+            grants_open: grants_from == Timestamp(0),
+            locks: Locks::new(seed),
+            counters: BTreeMap::new(),
+            kv: BTreeMap::new(),
+            lists: BTreeMap::new(),
+            barriers: BTreeMap::new(),
+            idle_values: BTreeSet::new(),
+            sessions: HashMap::with_hasher(FixedState::with_seed(seed)),
+            subscriptions: Subscriptions::new(),
+            observers: Observers::new(),
+            deadlines,
+            changes: VecDeque::new(),
+            limits,
+        }
+    }
+
+    /// Moves time to `now`, then executes `command`.
+    ///
+    /// # Panics
+    ///
+    /// If `now` is before an earlier stamp, or if an invariant of the state is broken: a lock service that
+    /// stops is better than one with two holders.
+    pub fn apply(
+        &mut self,
+        caller: Caller,
+        command: Command<'_>,
+        now: Timestamp,
+        effects: &mut Vec<Effect>,
+    ) {
+        assert!(self.now <= now, "stamp {now:?} is before {:?}", self.now);
+        self.now = now;
+
+        // Expiry goes first, so that no command ever sees a lease that has already ended.
+        self.expire_due(effects);
+        self.drop_idle();
+        self.promote_stalled(effects);
+
+        if caller.keep && self.is_retry(caller, &command, effects) {
+            return;
+        }
+        let outcome = self.execute(caller, command, effects);
+        if let Some((outcome, keep)) = outcome {
+            if keep && caller.keep {
+                self.keep_result(caller.session, caller.request, &outcome);
+            }
+            effects.push(Effect::Reply {
+                session: caller.session,
+                request: caller.request,
+                outcome,
+            });
+        }
+    }
+
+    /// Answers a read as of `now`.
+    #[must_use]
+    pub fn read(&self, query: Query<'_>, now: Timestamp) -> Outcome {
+        match query {
+            Query::Counter { key } => {
+                Outcome::Number(self.counters.get(key).map_or(0, |counter| counter.value))
+            }
+            Query::Kv { key } => self.kv_get(key, now),
+            Query::Length { key } => Outcome::Number(self.list_length(key)),
+            Query::Range { key, start, stop } => Outcome::Items(self.list_range(key, start, stop)),
+        }
+    }
+
+    /// When to send [`Command::Tick`] if nothing else comes first.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        let due = self.deadlines.next();
+        let idle = self.next_idle_drop();
+        match (due, idle) {
+            (Some(due), Some(idle)) => Some(due.min(idle)),
+            (due, idle) => due.or(idle),
+        }
+    }
+
+    /// The revision of the last change.
+    #[must_use]
+    pub fn revision(&self) -> Revision {
+        self.shared.revision()
+    }
+
+    /// The limits the store decides by.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Executes the command itself. The answer comes with whether a retry should get it again; no answer means
+    /// that it comes later or never.
+    fn execute(
+        &mut self,
+        caller: Caller,
+        command: Command<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Option<(Outcome, bool)> {
+        let outcome = match command {
+            Command::Tick => return None,
+            Command::NewTerm => {
+                let grace_until = self.now + self.deadlines.grace;
+                self.deadlines.grace_until = self.deadlines.grace_until.max(grace_until);
+                return None;
+            }
+            Command::Acquire { key, mode, wait, lease, salt } => {
+                self.acquire(caller, key, mode, wait, lease, salt, effects)?
+            }
+            Command::Enqueue { key, mode, lease, salt } => {
+                self.enqueue(caller.session, key, mode, lease, salt, effects)
+            }
+            Command::Wait { key, space, wait } => self.wait(caller, key, space, wait, effects)?,
+            Command::Release { key, space, token, resign } => {
+                let end = if resign { EndOfHold::Resigned } else { EndOfHold::Released };
+                self.release(key, space, token, end, effects)
+            }
+            Command::Renew { key, space, token, lease } => self.renew(key, space, token, lease),
+            Command::ForceRelease { key, space, fence } => {
+                self.force_release(key, space, fence, effects)
+            }
+            Command::Add { key, delta, decrement } => {
+                self.counter_add(key, delta, decrement, effects)
+            }
+            Command::CounterSet { key, value } => self.counter_set(key, value, effects),
+            Command::KvSet { key, value, ttl } => self.kv_set(key, value, ttl, effects),
+            Command::KvDelete { key } => self.kv_delete(key, effects),
+            Command::KvCompareAndSet { key, expect, value, ttl } => {
+                self.kv_compare_and_set(key, expect, value, ttl, effects)
+            }
+            Command::Push { key, end, value } => self.list_push(key, end, value, effects),
+            Command::Pop { key, end, wait } => self.list_pop(caller, key, end, wait, effects)?,
+            Command::BarrierWait { key, count, wait } => {
+                self.barrier_wait(caller, key, count, wait, effects)?
+            }
+            Command::Signal { channel, payload } => self.signal(channel, payload, effects),
+            Command::Subscribe(subscription) => {
+                self.subscribe(caller.session, subscription, effects)
+            }
+            Command::Unsubscribe(subscription) => self.unsubscribe(caller.session, subscription),
+            Command::Cancel { request } => {
+                self.cancel(caller.session, request, effects);
+                return Some((Outcome::Done, false));
+            }
+            Command::Acknowledge { up_to } => {
+                self.acknowledge(caller.session, up_to);
+                return Some((Outcome::Done, false));
+            }
+            Command::Undo(outcome) => {
+                self.undo(outcome, effects);
+                return None;
+            }
+            Command::Detach { until } => {
+                self.detach(caller.session, until);
+                return None;
+            }
+            Command::Attach => {
+                self.attach(caller.session);
+                return None;
+            }
+            Command::EndSession { release, forced } => {
+                let reason = forced.then_some(LostReason::Session);
+                self.end_session(caller.session, release, reason, effects);
+                return None;
+            }
+        };
+        Some((outcome, true))
+    }
+
+    /// Ends every lease and wait that is over, in the order of time.
+    fn expire_due(&mut self, effects: &mut Vec<Effect>) {
+        while let Some(due) = self.deadlines.pop_due(self.now) {
+            match due {
+                Due::Lease(claim) => self.end_hold(claim, EndOfHold::Expired, effects),
+                Due::Timer(at, timer) => self.timer_due(at, timer, effects),
+            }
+        }
+    }
+
+    fn timer_due(&mut self, at: Timestamp, timer: Timer, effects: &mut Vec<Effect>) {
+        match timer {
+            Timer::GrantsOpen => {
+                self.grants_open = true;
+                self.promote_stalled(effects);
+            }
+            Timer::Claim(claim) => self.wait_over(claim, effects),
+            Timer::Pop { session, request } => {
+                self.pop_over(session, request, Outcome::Empty, effects);
+            }
+            Timer::Barrier { session, request } => self.barrier_over(session, request, effects),
+            Timer::Kv(key) => self.kv_expire(&key),
+            Timer::Session(session) => self.detached_due(session, at, effects),
+        }
+    }
+
+    /// When an idle resource last used at `since` is dropped.
+    pub(crate) fn idle_end(&self, since: Timestamp) -> Timestamp {
+        let end = (since + self.limits.idle_max).0;
+        let interval = self.limits.gc_interval.0.max(1);
+        Timestamp(end.div_ceil(interval).saturating_mul(interval))
+    }
+
+    fn next_idle_drop(&self) -> Option<Timestamp> {
+        let lock = self.locks.longest_idle();
+        let value = self.idle_values.first().map(|(since, _, _)| *since);
+        let since = match (lock, value) {
+            (Some(lock), Some(value)) => lock.min(value),
+            (lock, value) => lock.or(value)?,
+        };
+        Some(self.idle_end(since))
+    }
+
+    fn drop_idle(&mut self) {
+        while let Some(since) = self.locks.longest_idle()
+            && self.idle_end(since) <= self.now
+        {
+            self.locks.drop_longest_idle();
+            self.shared.remove_lock();
+        }
+        while let Some((since, kind, _)) = self.idle_values.first()
+            && self.idle_end(*since) <= self.now
+        {
+            let kind = *kind;
+            let (_, _, key) = self.idle_values.pop_first().expect("just seen");
+            match kind {
+                IdleValue::Counter => {
+                    self.counters.remove(&key);
+                }
+                IdleValue::Kv => {
+                    self.kv.remove(&key);
+                }
+            }
+            self.shared.remove_key();
+        }
+    }
+
+    /// Records a change of `key` and tells its watchers.
+    pub(crate) fn change(
+        &mut self,
+        event: Event,
+        key: &Bytes,
+        effects: &mut Vec<Effect>,
+    ) -> Revision {
+        let revision = self.shared.next_revision();
+        if self.limits.events_max == 0 && self.subscriptions.nobody_watches() {
+            return revision;
+        }
+        let change = Change { revision, event, key: key.clone() };
+        for session in self.subscriptions.watchers(key) {
+            let push = Push::Change(change.clone());
+            effects.push(Effect::Push { session, push, group: None });
+        }
+        if self.limits.events_max > 0 {
+            if self.changes.len() as u64 == self.limits.events_max {
+                self.changes.pop_front();
+            }
+            self.changes.push_back(change);
+        }
+        revision
+    }
+
+    /// Answers a request that was blocked.
+    pub(crate) fn answer(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        outcome: Outcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        self.keep_result(session, request, &outcome);
+        effects.push(Effect::Reply { session, request, outcome });
+    }
+
+    pub(crate) fn session(&mut self, id: SessionId) -> &mut Session {
+        self.sessions.entry(id).or_insert_with(Session::new)
+    }
+}

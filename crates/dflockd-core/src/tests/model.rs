@@ -1,0 +1,1426 @@
+//! The naive twin of [`Store`](crate::Store): the same answers, found the slow and obvious way.
+//!
+//! Written from the specification, never from the store: what the two have in common is what was
+//! asked for. Every list is a `Vec` that is searched from its beginning, every index is missing,
+//! and nothing is remembered that can be counted again.
+
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
+
+use crate::{
+    Bytes, Caller, Change, Command, Effect, End, Event, Expect, Fence, Grant, Group, LeaderEvent,
+    Limits, LostReason, Mode, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, Space,
+    Span, Subscription, Timestamp, Token,
+};
+
+/// Where a lock lives, and its key.
+pub(super) type LockId = (Space, Bytes);
+
+pub(super) struct Model {
+    limits: Limits,
+    now: Timestamp,
+    /// How far time has come within `apply`: the moment of what expires, then `now`.
+    instant: Timestamp,
+    grants_from: Timestamp,
+    grace_until: Timestamp,
+    fence_next: u64,
+    fence_ceiling: u64,
+    revision: Revision,
+    /// The last events, oldest first.
+    ring: Vec<Change>,
+    locks: BTreeMap<LockId, Lock>,
+    counters: BTreeMap<Bytes, Counter>,
+    entries: BTreeMap<Bytes, Entry>,
+    lists: BTreeMap<Bytes, List>,
+    barriers: BTreeMap<Bytes, Barrier>,
+    sessions: BTreeMap<SessionId, Session>,
+    blocked: Vec<Blocked>,
+    /// In the order in which they were made.
+    subscribers: Vec<Subscriber>,
+    /// Which member of a queue group comes next.
+    turns: BTreeMap<Group, usize>,
+    timers_made: u64,
+    /// Every grant ever made, so that a test can present old tokens.
+    pub(super) granted: Vec<(LockId, Token)>,
+    effects: Vec<Effect>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Slots(u32),
+    ReadWrite,
+}
+
+struct Lock {
+    kind: Kind,
+    holds: Vec<Hold>,
+    queue: Vec<Waiter>,
+    idle_since: Option<Timestamp>,
+    last_expired: Option<Token>,
+}
+
+struct Hold {
+    token: Token,
+    /// None once its session ended without releasing it.
+    owner: Option<SessionId>,
+    writes: bool,
+    /// When the lease ends if no leader changes.
+    base: Timestamp,
+}
+
+#[derive(Clone)]
+struct Waiter {
+    session: SessionId,
+    mode: Mode,
+    lease: Span,
+    salt: u64,
+    place: Place,
+}
+
+/// What a place in a queue belongs to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Acquire(RequestId),
+    Enqueue,
+}
+
+struct Counter {
+    value: i64,
+    touched_at: Timestamp,
+}
+
+struct Entry {
+    value: Bytes,
+    revision: Revision,
+    expires_at: Option<Timestamp>,
+    touched_at: Timestamp,
+}
+
+#[derive(Default)]
+struct List {
+    items: VecDeque<Bytes>,
+    poppers: Vec<(SessionId, RequestId, End)>,
+}
+
+struct Barrier {
+    count: u32,
+    arrived: Vec<(SessionId, RequestId)>,
+}
+
+#[derive(Default)]
+struct Session {
+    /// In the order in which they were answered.
+    results: Vec<(RequestId, Outcome)>,
+    /// The highest request whose result had to make room for others.
+    forgotten: Option<RequestId>,
+    records: Vec<Record>,
+    /// Enqueues whose lease ran out before they were claimed, oldest first.
+    notes: Vec<LockId>,
+    detached: Option<Detached>,
+}
+
+struct Record {
+    lock: LockId,
+    lease: Span,
+    hold: Option<Token>,
+}
+
+#[derive(Clone, Copy)]
+struct Detached {
+    until: Timestamp,
+    timer: u64,
+}
+
+#[derive(Clone)]
+struct Blocked {
+    session: SessionId,
+    request: RequestId,
+    keep: bool,
+    until: Timestamp,
+    timer: u64,
+    on: On,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum On {
+    Acquire(LockId),
+    Wait(LockId),
+    Pop(Bytes),
+    Barrier(Bytes),
+}
+
+struct Subscriber {
+    session: SessionId,
+    topic: Topic,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum Topic {
+    Signals { pattern: Bytes, group: Bytes },
+    Changes { pattern: Bytes },
+    Leaders { key: Bytes },
+}
+
+/// What time brings about.
+enum Due {
+    Open,
+    Lease(LockId, Token),
+    Limit(SessionId, RequestId),
+    Ttl(Bytes),
+    Detached(SessionId),
+}
+
+/// How a hold ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Released { resign: bool },
+    Expired,
+    Forced,
+    SessionForced,
+    SessionEnded,
+    Undone,
+}
+
+impl Model {
+    pub(super) fn new(limits: Limits, grants_from: Timestamp) -> Self {
+        Self {
+            limits,
+            now: Timestamp(0),
+            instant: Timestamp(0),
+            grants_from,
+            grace_until: Timestamp(0),
+            fence_next: 0,
+            fence_ceiling: 0,
+            revision: Revision(0),
+            ring: Vec::new(),
+            locks: BTreeMap::new(),
+            counters: BTreeMap::new(),
+            entries: BTreeMap::new(),
+            lists: BTreeMap::new(),
+            barriers: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            blocked: Vec::new(),
+            subscribers: Vec::new(),
+            turns: BTreeMap::new(),
+            timers_made: 0,
+            granted: Vec::new(),
+            effects: Vec::new(),
+        }
+    }
+
+    pub(super) fn set_fences(&mut self, next: u64, ceiling: u64) {
+        self.fence_next = next;
+        self.fence_ceiling = ceiling;
+    }
+
+    pub(super) fn fences(&self) -> (u64, u64) {
+        (self.fence_next, self.fence_ceiling)
+    }
+
+    pub(super) fn revision(&self) -> Revision {
+        self.revision
+    }
+
+    /// Holds that have not ended, in order of key and fence.
+    pub(super) fn holds(&self) -> Vec<(LockId, Token)> {
+        self.locks
+            .iter()
+            .flat_map(|(id, lock)| lock.holds.iter().map(|hold| (id.clone(), hold.token)))
+            .collect()
+    }
+
+    pub(super) fn group_members(&self, group: &Group) -> Vec<SessionId> {
+        let topic = Topic::Signals { pattern: group.pattern.clone(), group: group.name.clone() };
+        self.subscribers.iter().filter(|s| s.topic == topic).map(|s| s.session).collect()
+    }
+
+    /// The next instant at which time alone changes something that can be seen.
+    pub(super) fn next_due_at(&self) -> Option<Timestamp> {
+        self.next_due().map(|(at, _)| at)
+    }
+
+    pub(super) fn apply(
+        &mut self,
+        caller: Caller,
+        command: Command<'_>,
+        now: Timestamp,
+    ) -> Vec<Effect> {
+        self.pass_time(now);
+        self.drop_idle();
+        self.promote_all();
+        if !self.answer_retry(caller, &command) {
+            self.run(caller, command);
+        }
+        core::mem::take(&mut self.effects)
+    }
+
+    pub(super) fn read(&self, query: Query<'_>, now: Timestamp) -> Outcome {
+        match query {
+            Query::Counter { key } => {
+                Outcome::Number(self.counters.get(key).map_or(0, |counter| counter.value))
+            }
+            Query::Kv { key } => match self.entries.get(key) {
+                Some(entry) if entry.expires_at.is_none_or(|at| now < at) => {
+                    Outcome::Value(entry.value.clone())
+                }
+                Some(_) | None => Outcome::Empty,
+            },
+            Query::Length { key } => Outcome::Number(self.list_length(key)),
+            Query::Range { key, start, stop } => {
+                let length = self.list_length(key);
+                let from_end = |index: i64| if index < 0 { index + length } else { index };
+                let (start, stop) = (from_end(start), from_end(stop));
+                let items = self.lists.get(key).map(|list| &list.items);
+                Outcome::Items(
+                    (0..)
+                        .zip(items.into_iter().flatten())
+                        .filter(|(index, _)| start <= *index && *index <= stop)
+                        .map(|(_, item)| item.clone())
+                        .collect(),
+                )
+            }
+        }
+    }
+
+    fn list_length(&self, key: &[u8]) -> i64 {
+        self.lists.get(key).map_or(0, |list| count(list.items.len()))
+    }
+
+    // Time.
+
+    fn pass_time(&mut self, now: Timestamp) {
+        assert!(self.now <= now, "time runs back");
+        self.instant = self.now;
+        self.now = now;
+        while let Some((at, due)) = self.next_due()
+            && at <= now
+        {
+            self.instant = at;
+            match due {
+                Due::Open => self.promote_all(),
+                Due::Lease(id, token) => self.end_hold(&id, token, Ending::Expired),
+                Due::Limit(session, request) => self.reach_limit(session, request),
+                Due::Ttl(key) => {
+                    self.entries.remove(&key);
+                }
+                Due::Detached(session) => {
+                    self.effects.push(Effect::SessionEnded { session });
+                    self.end_session(session, Some(Ending::SessionEnded));
+                }
+            }
+        }
+        self.instant = now;
+    }
+
+    /// The earliest of all that is to come. Of the same instant, leases go first, so that a grant
+    /// beats a time limit, and sessions last, so that their requests are still answered.
+    fn next_due(&self) -> Option<(Timestamp, Due)> {
+        let mut first: Option<((Timestamp, u8, u64), Due)> = None;
+        let mut consider = |order: (Timestamp, u8, u64), due: &dyn Fn() -> Due| {
+            if first.as_ref().is_none_or(|(best, _)| order < *best) {
+                first = Some((order, due()));
+            }
+        };
+        let waiting = self.locks.values().any(|lock| !lock.queue.is_empty());
+        if waiting && self.instant < self.grants_from {
+            consider((self.grants_from, 0, 0), &|| Due::Open);
+        }
+        for (id, lock) in &self.locks {
+            for Hold { token, base, .. } in &lock.holds {
+                consider((self.lease_end(*base), 1, token.fence.0), &|| {
+                    Due::Lease(id.clone(), *token)
+                });
+            }
+        }
+        for blocked in &self.blocked {
+            consider((blocked.until, 2, blocked.timer), &|| {
+                Due::Limit(blocked.session, blocked.request)
+            });
+        }
+        for (key, entry) in &self.entries {
+            if let Some(at) = entry.expires_at {
+                consider((at, 2, u64::MAX), &|| Due::Ttl(key.clone()));
+            }
+        }
+        for (session, state) in &self.sessions {
+            if let Some(Detached { until, timer }) = state.detached {
+                let at = self
+                    .locks
+                    .values()
+                    .flat_map(|lock| &lock.holds)
+                    .filter(|hold| hold.owner == Some(*session))
+                    .map(|hold| self.lease_end(hold.base))
+                    .fold(until.max(self.instant), Timestamp::max);
+                consider((at, 3, timer), &|| Due::Detached(*session));
+            }
+        }
+        first.map(|((at, ..), due)| (at, due))
+    }
+
+    fn lease_end(&self, base: Timestamp) -> Timestamp {
+        base.max(self.grace_until.min(base + self.limits.failover_grace))
+    }
+
+    fn drop_idle(&mut self) {
+        let now = self.now;
+        let Limits { idle_max, gc_interval, kv_idle_gc, .. } = self.limits;
+        let stale = |since: Timestamp| {
+            now.0 >= (since + idle_max).0.div_ceil(gc_interval.0).saturating_mul(gc_interval.0)
+        };
+        self.locks.retain(|_, lock| !lock.idle_since.is_some_and(stale));
+        self.counters.retain(|_, counter| counter.value != 0 || !stale(counter.touched_at));
+        self.entries.retain(|_, entry| {
+            !kv_idle_gc || entry.expires_at.is_some() || !stale(entry.touched_at)
+        });
+    }
+
+    // Answers.
+
+    /// Whether `caller` has sent this request before.
+    fn answer_retry(&mut self, caller: Caller, command: &Command<'_>) -> bool {
+        let Caller { session, request, keep } = caller;
+        // These two keep no result: they say the same thing however often they are heard.
+        let repeatable = matches!(command, Command::Cancel { .. } | Command::Acknowledge { .. });
+        if !keep || !is_answered(command) || repeatable {
+            return false;
+        }
+        if self.blocked.iter().any(|b| b.session == session && b.request == request) {
+            return true;
+        }
+        let Some(state) = self.sessions.get(&session) else { return false };
+        if let Some((_, outcome)) = state.results.iter().find(|(kept, _)| *kept == request) {
+            self.effects.push(Effect::Reply { session, request, outcome: outcome.clone() });
+            return true;
+        }
+        if state.forgotten.is_some_and(|highest| request <= highest) {
+            let outcome = Outcome::Refused(Refusal::Forgotten);
+            self.effects.push(Effect::Reply { session, request, outcome });
+            return true;
+        }
+        false
+    }
+
+    fn answer(&mut self, caller: Caller, outcome: Outcome) {
+        let Caller { session, request, keep } = caller;
+        if keep {
+            let results_max = self.limits.results_max;
+            let state = self.sessions.entry(session).or_default();
+            state.results.push((request, outcome.clone()));
+            if count(state.results.len()).unsigned_abs() > results_max {
+                let (oldest, _) = state.results.remove(0);
+                state.forgotten = state.forgotten.max(Some(oldest));
+            }
+        }
+        self.effects.push(Effect::Reply { session, request, outcome });
+    }
+
+    fn push(&mut self, session: SessionId, push: Push) {
+        self.effects.push(Effect::Push { session, push, group: None });
+    }
+
+    fn run(&mut self, caller: Caller, command: Command<'_>) {
+        let session = caller.session;
+        let mut keep = caller.keep;
+        let outcome = match command {
+            Command::Tick => None,
+            Command::NewTerm => {
+                self.grace_until = self.grace_until.max(self.now + self.limits.failover_grace);
+                None
+            }
+            Command::Acquire { key, mode, wait, lease, salt } => {
+                self.acquire(caller, key, mode, wait, lease, salt)
+            }
+            Command::Enqueue { key, mode, lease, salt } => {
+                Some(self.enqueue(session, key, mode, lease, salt))
+            }
+            Command::Wait { key, space, wait } => self.wait(caller, self.lock_id(space, key), wait),
+            Command::Release { key, space, token, resign } => {
+                let id = self.lock_id(space, key);
+                Some(match self.hold(&id, token) {
+                    Some(_) => {
+                        self.end_hold(&id, token, Ending::Released { resign });
+                        Outcome::Done
+                    }
+                    None => Outcome::Refused(Refusal::NotHeld),
+                })
+            }
+            Command::Renew { key, space, token, lease } => {
+                Some(self.renew(&self.lock_id(space, key), token, lease))
+            }
+            Command::ForceRelease { key, space, fence } => {
+                let id = self.lock_id(space, key);
+                let hold = self.locks.get(&id).and_then(|lock| {
+                    lock.holds.iter().map(|hold| hold.token).find(|token| token.fence == fence)
+                });
+                Some(match hold {
+                    Some(token) => {
+                        self.end_hold(&id, token, Ending::Forced);
+                        Outcome::Done
+                    }
+                    None => Outcome::Refused(Refusal::NotHeld),
+                })
+            }
+            Command::Add { key, delta, decrement } => Some(self.add(key, delta, decrement)),
+            Command::CounterSet { key, value } => Some(self.counter_set(key, value)),
+            Command::KvSet { key, value, ttl } => {
+                Some(self.kv_set(key, None, value, ttl, Event::Kset))
+            }
+            Command::KvDelete { key } => {
+                self.entries.remove(key);
+                self.emit(Event::Kdel, key);
+                Some(Outcome::Done)
+            }
+            Command::KvCompareAndSet { key, expect, value, ttl } => {
+                Some(self.kv_set(key, Some(expect), value, ttl, Event::Kcas))
+            }
+            Command::Push { key, end, value } => Some(self.list_push(key, end, value)),
+            Command::Pop { key, end, wait } => self.list_pop(caller, key, end, wait),
+            Command::BarrierWait { key, count, wait } => self.arrive(caller, key, count, wait),
+            Command::Signal { channel, payload } => Some(self.signal(channel, payload)),
+            Command::Subscribe(subscription) => Some(self.subscribe(session, subscription)),
+            Command::Unsubscribe(subscription) => {
+                let topic = topic_of(subscription);
+                Some(if topic.is_well_formed() {
+                    self.unsubscribe(session, &topic);
+                    Outcome::Done
+                } else {
+                    Outcome::Refused(Refusal::BadPattern)
+                })
+            }
+            Command::Cancel { request } => {
+                keep = false;
+                self.withdraw(session, request, Some(Outcome::Timeout));
+                Some(Outcome::Done)
+            }
+            Command::Acknowledge { up_to } => {
+                keep = false;
+                if let Some(state) = self.sessions.get_mut(&session) {
+                    state.results.retain(|(request, _)| *request > up_to);
+                }
+                Some(Outcome::Done)
+            }
+            Command::Undo(outcome) => {
+                self.undo(outcome);
+                None
+            }
+            Command::Detach { until } => {
+                let timer = self.new_timer();
+                self.sessions.entry(session).or_default().detached =
+                    Some(Detached { until, timer });
+                None
+            }
+            Command::Attach => {
+                if let Some(state) = self.sessions.get_mut(&session) {
+                    state.detached = None;
+                }
+                None
+            }
+            Command::EndSession { release, forced } => {
+                self.end_session(
+                    session,
+                    match (release, forced) {
+                        (false, _) => None,
+                        (true, false) => Some(Ending::SessionEnded),
+                        (true, true) => Some(Ending::SessionForced),
+                    },
+                );
+                None
+            }
+        };
+        if let Some(outcome) = outcome {
+            self.answer(Caller { keep, ..caller }, outcome);
+        }
+    }
+
+    fn undo(&mut self, outcome: &Outcome) {
+        match outcome {
+            Outcome::Granted(grant) | Outcome::Acquired(grant) => {
+                let holds = self.holds();
+                if let Some((id, token)) = holds.into_iter().find(|(_, t)| *t == grant.token) {
+                    self.end_hold(&id, token, Ending::Undone);
+                }
+            }
+            Outcome::Popped { key, end, value } => {
+                if !self.hand_to_popper(key, value) {
+                    let list = self.lists.entry(key.clone()).or_default();
+                    match end {
+                        End::Left => list.items.push_front(value.clone()),
+                        End::Right => list.items.push_back(value.clone()),
+                    }
+                    self.emit(push_event(*end), key);
+                }
+            }
+            Outcome::Done
+            | Outcome::Queued
+            | Outcome::Renewed { .. }
+            | Outcome::Timeout
+            | Outcome::Empty
+            | Outcome::Conflict
+            | Outcome::Number(_)
+            | Outcome::Value(_)
+            | Outcome::Written(_)
+            | Outcome::Items(_)
+            | Outcome::Compacted(_)
+            | Outcome::Refused(_) => {}
+        }
+    }
+
+    // Waiting.
+
+    fn new_timer(&mut self) -> u64 {
+        self.timers_made += 1;
+        self.timers_made
+    }
+
+    fn block(&mut self, caller: Caller, wait: Span, on: On) {
+        let Caller { session, request, keep } = caller;
+        let timer = self.new_timer();
+        self.blocked.push(Blocked { session, request, keep, until: self.now + wait, timer, on });
+    }
+
+    /// Takes a request off the list of those that wait for an answer.
+    fn unblock(&mut self, session: SessionId, request: RequestId) -> Option<Blocked> {
+        let index =
+            self.blocked.iter().position(|b| b.session == session && b.request == request)?;
+        Some(self.blocked.remove(index))
+    }
+
+    fn reach_limit(&mut self, session: SessionId, request: RequestId) {
+        let blocked = self.blocked.iter().find(|b| b.session == session && b.request == request);
+        let outcome = match blocked.expect("only blocked requests have a limit").on {
+            On::Acquire(_) | On::Wait(_) | On::Barrier(_) => Outcome::Timeout,
+            On::Pop(_) => Outcome::Empty,
+        };
+        self.withdraw(session, request, Some(outcome));
+    }
+
+    /// Ends the wait of a request, if it does wait, and the places it had; answers it with `outcome`.
+    fn withdraw(&mut self, session: SessionId, request: RequestId, outcome: Option<Outcome>) {
+        let Some(blocked) = self.unblock(session, request) else { return };
+        match blocked.on {
+            On::Acquire(id) => {
+                self.leave_queue(&id, session, Place::Acquire(request));
+                self.promote(&id);
+            }
+            On::Wait(id) => {
+                self.remove_record(session, &id);
+                self.leave_queue(&id, session, Place::Enqueue);
+                self.promote(&id);
+            }
+            On::Pop(key) => {
+                let list = self.lists.get_mut(&key).expect("a popper keeps the list");
+                list.poppers.retain(|(s, r, _)| (*s, *r) != (session, request));
+                self.drop_list_if_empty(&key);
+            }
+            On::Barrier(key) => {
+                let barrier = self.barriers.remove(&key).expect("its members keep the barrier");
+                for other in barrier.arrived {
+                    if other != (session, request) {
+                        self.finish(other, Outcome::Timeout);
+                    }
+                }
+            }
+        }
+        if let Some(outcome) = outcome {
+            self.answer(Caller { session, request, keep: blocked.keep }, outcome);
+        }
+    }
+
+    /// Answers a blocked request whose places are gone already.
+    fn finish(&mut self, (session, request): (SessionId, RequestId), outcome: Outcome) {
+        let blocked = self.unblock(session, request).expect("it is blocked");
+        self.answer(Caller { session, request, keep: blocked.keep }, outcome);
+    }
+
+    // Locks.
+
+    /// With a shared namespace there is only one.
+    fn lock_id(&self, space: Space, key: &[u8]) -> LockId {
+        let space = if self.limits.shared_namespace { Space::Locks } else { space };
+        (space, key.into())
+    }
+
+    fn hold(&mut self, id: &LockId, token: Token) -> Option<&mut Hold> {
+        self.locks.get_mut(id)?.holds.iter_mut().find(|hold| hold.token == token)
+    }
+
+    fn acquire(
+        &mut self,
+        caller: Caller,
+        key: &[u8],
+        mode: Mode,
+        wait: Span,
+        lease: Option<Span>,
+        salt: u64,
+    ) -> Option<Outcome> {
+        let id = self.lock_id(mode.space(), key);
+        let lease = lease.unwrap_or(self.limits.default_lease);
+        let place = Place::Acquire(caller.request);
+        let waiter = Waiter { session: caller.session, mode, lease, salt, place };
+        match self.ask(&id, &waiter) {
+            Err(refusal) => Some(Outcome::Refused(refusal)),
+            Ok(Some(grant)) => Some(Outcome::Granted(grant)),
+            Ok(None) if wait == Span::ZERO => Some(Outcome::Timeout),
+            Ok(None) => {
+                self.join_queue(&id, waiter);
+                self.block(caller, wait, On::Acquire(id));
+                None
+            }
+        }
+    }
+
+    fn enqueue(
+        &mut self,
+        session: SessionId,
+        key: &[u8],
+        mode: Mode,
+        lease: Option<Span>,
+        salt: u64,
+    ) -> Outcome {
+        let id = self.lock_id(mode.space(), key);
+        let lease = lease.unwrap_or(self.limits.default_lease);
+        if self.record(session, &id).is_some() {
+            return Outcome::Refused(Refusal::AlreadyEnqueued);
+        }
+        let waiter = Waiter { session, mode, lease, salt, place: Place::Enqueue };
+        let grant = match self.ask(&id, &waiter) {
+            Err(refusal) => return Outcome::Refused(refusal),
+            Ok(grant) => grant,
+        };
+        if grant.is_none() {
+            self.join_queue(&id, waiter);
+        }
+        let state = self.sessions.entry(session).or_default();
+        state.notes.retain(|note| *note != id);
+        state.records.push(Record { lock: id, lease, hold: grant.map(|grant| grant.token) });
+        grant.map_or(Outcome::Queued, Outcome::Acquired)
+    }
+
+    /// A grant if there is room and nobody waits, `None` if the request has to queue.
+    fn ask(&mut self, id: &LockId, waiter: &Waiter) -> Result<Option<Grant>, Refusal> {
+        let kind = kind_of(waiter.mode);
+        if !self.locks.contains_key(id) {
+            if count(self.locks.len()).unsigned_abs() >= self.limits.locks_max {
+                return Err(Refusal::MaxLocks);
+            }
+            let lock = Lock {
+                kind,
+                holds: Vec::new(),
+                queue: Vec::new(),
+                idle_since: Some(self.now),
+                last_expired: None,
+            };
+            self.locks.insert(id.clone(), lock);
+        }
+        let lock = &self.locks[id];
+        match (lock.kind, kind) {
+            (Kind::Slots(existing), Kind::Slots(wanted)) if existing != wanted => {
+                return Err(Refusal::LimitMismatch);
+            }
+            (Kind::Slots(_), Kind::Slots(_)) | (Kind::ReadWrite, Kind::ReadWrite) => {}
+            (Kind::Slots(_), Kind::ReadWrite) | (Kind::ReadWrite, Kind::Slots(_)) => {
+                return Err(Refusal::TypeMismatch);
+            }
+        }
+        if lock.queue.is_empty() && lock.has_room_for(waiter.mode) && self.may_grant() {
+            if !self.has_fence() {
+                return Err(Refusal::NoFence);
+            }
+            return Ok(Some(self.grant(id, waiter, false)));
+        }
+        let waiters = count(lock.queue.len()).unsigned_abs();
+        if self.limits.waiters_max > 0 && waiters >= self.limits.waiters_max {
+            return Err(Refusal::MaxWaiters);
+        }
+        Ok(None)
+    }
+
+    fn may_grant(&self) -> bool {
+        self.instant >= self.grants_from
+    }
+
+    fn has_fence(&self) -> bool {
+        self.fence_next < self.fence_ceiling
+    }
+
+    fn grant(&mut self, id: &LockId, waiter: &Waiter, promoted: bool) -> Grant {
+        let token = Token { fence: Fence(self.fence_next), salt: waiter.salt };
+        self.fence_next += 1;
+        self.granted.push((id.clone(), token));
+        let base = self.now + waiter.lease;
+        let lock = self.locks.get_mut(id).expect("the lock exists");
+        lock.idle_since = None;
+        let writes = waiter.mode == Mode::Write;
+        lock.holds.push(Hold { token, owner: Some(waiter.session), writes, base });
+        let elects = waiter.mode == Mode::Election;
+
+        if promoted && self.is_mutex(id) {
+            self.tell_observers(LeaderEvent::Failover, &id.1, None);
+        }
+        self.emit(if elects { Event::Elect } else { Event::Acquire }, &id.1);
+        if elects {
+            self.tell_observers(LeaderEvent::Elected, &id.1, Some(waiter.session));
+        }
+        Grant { token, lease: waiter.lease }
+    }
+
+    /// Whether the lock is one that can be led.
+    pub(super) fn is_mutex(&self, id: &LockId) -> bool {
+        id.0 == Space::Locks && self.locks.get(id).is_some_and(|lock| lock.kind == Kind::Slots(1))
+    }
+
+    /// A leader's own subscription need not be kept: it ends with the hold, and while one session
+    /// leads there is nothing to tell it.
+    fn tell_observers(&mut self, event: LeaderEvent, key: &Bytes, except: Option<SessionId>) {
+        let topic = Topic::Leaders { key: key.clone() };
+        let observers = self.sessions_with(|subscriber| *subscriber == topic);
+        for session in observers {
+            if Some(session) != except {
+                self.push(session, Push::Leader { event, key: key.clone() });
+            }
+        }
+    }
+
+    fn join_queue(&mut self, id: &LockId, waiter: Waiter) {
+        let lock = self.locks.get_mut(id).expect("the lock exists");
+        lock.idle_since = None;
+        lock.queue.push(waiter);
+    }
+
+    fn leave_queue(&mut self, id: &LockId, session: SessionId, place: Place) {
+        let lock = self.locks.get_mut(id).expect("a waiter keeps the lock");
+        lock.queue.retain(|waiter| waiter.session != session || waiter.place != place);
+    }
+
+    fn promote_all(&mut self) {
+        let ids: Vec<LockId> = self.locks.keys().cloned().collect();
+        for id in ids {
+            self.promote(&id);
+        }
+    }
+
+    fn promote(&mut self, id: &LockId) {
+        loop {
+            let (may_grant, has_fence) = (self.may_grant(), self.has_fence());
+            let lock = self.locks.get_mut(id).expect("the lock exists");
+            let Some(first) = lock.queue.first() else { break };
+            if !lock.has_room_for(first.mode) || !may_grant || !has_fence {
+                break;
+            }
+            let waiter = lock.queue.remove(0);
+            let grant = self.grant(id, &waiter, true);
+            match waiter.place {
+                Place::Acquire(request) => {
+                    self.finish((waiter.session, request), Outcome::Granted(grant));
+                }
+                Place::Enqueue => self.grant_record(id, waiter.session, grant),
+            }
+        }
+        let now = self.now;
+        let lock = self.locks.get_mut(id).expect("the lock exists");
+        if lock.holds.is_empty() && lock.queue.is_empty() {
+            lock.idle_since.get_or_insert(now);
+        }
+    }
+
+    fn grant_record(&mut self, id: &LockId, session: SessionId, grant: Grant) {
+        let on = On::Wait(id.clone());
+        let waits = self.blocked.iter().find(|b| b.session == session && b.on == on);
+        match waits.map(|b| b.request) {
+            Some(request) => {
+                self.remove_record(session, id);
+                self.finish((session, request), Outcome::Granted(grant));
+            }
+            None => {
+                let record = self.record(session, id).expect("a place belongs to a record");
+                record.hold = Some(grant.token);
+            }
+        }
+    }
+
+    fn wait(&mut self, caller: Caller, id: LockId, wait: Span) -> Option<Outcome> {
+        let Caller { session, .. } = caller;
+        if let Some(state) = self.sessions.get_mut(&session)
+            && state.notes.contains(&id)
+        {
+            state.notes.retain(|note| *note != id);
+            return Some(Outcome::Refused(Refusal::LeaseExpired));
+        }
+        let Some(&mut Record { lease, hold, .. }) = self.record(session, &id) else {
+            return Some(Outcome::Refused(Refusal::NotEnqueued));
+        };
+        if let Some(token) = hold {
+            self.remove_record(session, &id);
+            let base = self.now + lease;
+            self.hold(&id, token).expect("the record ends with the hold").base = base;
+            return Some(Outcome::Granted(Grant { token, lease }));
+        }
+        let on = On::Wait(id.clone());
+        if self.blocked.iter().any(|b| b.session == session && b.on == on) {
+            return Some(Outcome::Refused(Refusal::AlreadyWaiting));
+        }
+        if wait == Span::ZERO {
+            self.remove_record(session, &id);
+            self.leave_queue(&id, session, Place::Enqueue);
+            self.promote(&id);
+            return Some(Outcome::Timeout);
+        }
+        self.block(caller, wait, on);
+        None
+    }
+
+    fn record(&mut self, session: SessionId, id: &LockId) -> Option<&mut Record> {
+        self.sessions.get_mut(&session)?.records.iter_mut().find(|record| record.lock == *id)
+    }
+
+    fn remove_record(&mut self, session: SessionId, id: &LockId) {
+        if let Some(state) = self.sessions.get_mut(&session) {
+            state.records.retain(|record| record.lock != *id);
+        }
+    }
+
+    fn renew(&mut self, id: &LockId, token: Token, lease: Option<Span>) -> Outcome {
+        let lease = lease.unwrap_or(self.limits.default_lease);
+        let base = self.now + lease;
+        if let Some(hold) = self.hold(id, token) {
+            hold.base = base;
+            return Outcome::Renewed { fence: token.fence, lease };
+        }
+        let expired = self.locks.get(id).and_then(|lock| lock.last_expired) == Some(token);
+        Outcome::Refused(if expired { Refusal::LeaseExpired } else { Refusal::NotHeld })
+    }
+
+    fn end_hold(&mut self, id: &LockId, token: Token, ending: Ending) {
+        let lock = self.locks.get_mut(id).expect("a hold keeps the lock");
+        let index = lock.holds.iter().position(|hold| hold.token == token).expect("it is held");
+        let hold = lock.holds.remove(index);
+        if ending == Ending::Expired {
+            lock.last_expired = Some(token);
+        }
+        let owner = hold.owner;
+        if let Some(owner) = owner
+            && self.record(owner, id).is_some_and(|record| record.hold == Some(token))
+        {
+            self.remove_record(owner, id);
+            if ending == Ending::Expired {
+                self.note_expired(owner, id);
+            }
+        }
+        let (event, reason) = match ending {
+            Ending::Released { resign: true } => (Event::Resign, None),
+            Ending::Released { resign: false } | Ending::SessionEnded | Ending::Undone => {
+                (Event::Release, None)
+            }
+            Ending::Expired => (Event::Release, Some(LostReason::Expired)),
+            Ending::Forced => (Event::Release, Some(LostReason::Forced)),
+            Ending::SessionForced => (Event::Release, Some(LostReason::Session)),
+        };
+        self.emit(event, &id.1);
+        if event == Event::Resign && self.is_mutex(id) {
+            self.tell_observers(LeaderEvent::Resigned, &id.1, None);
+        }
+        if let (Some(owner), Some(reason)) = (owner, reason) {
+            self.push(owner, Push::Lost { key: id.1.clone(), fence: token.fence, reason });
+        }
+        self.promote(id);
+    }
+
+    fn note_expired(&mut self, session: SessionId, id: &LockId) {
+        let notes_max = self.limits.expired_notes_max;
+        let notes = &mut self.sessions.entry(session).or_default().notes;
+        notes.push(id.clone());
+        if count(notes.len()).unsigned_abs() > notes_max {
+            notes.remove(0);
+        }
+    }
+
+    // Sessions.
+
+    /// Holds end with `ending`, or go on without an owner if there is none.
+    fn end_session(&mut self, session: SessionId, ending: Option<Ending>) {
+        let topics: Vec<Topic> = self.topics_of(session);
+        for topic in &topics {
+            self.unsubscribe(session, topic);
+        }
+
+        // A session that ends is granted nothing any more: all its places go before anyone moves up.
+        let mut left: Vec<LockId> = Vec::new();
+        let state = self.sessions.remove(&session).unwrap_or_default();
+        for record in state.records {
+            if record.hold.is_none() {
+                self.leave_queue(&record.lock, session, Place::Enqueue);
+                left.push(record.lock);
+            }
+        }
+        let mut requests: Vec<(RequestId, On)> = self
+            .blocked
+            .iter()
+            .filter(|b| b.session == session)
+            .map(|b| (b.request, b.on.clone()))
+            .collect();
+        requests.sort_by_key(|(request, _)| *request);
+        for (request, on) in requests {
+            match on {
+                On::Acquire(id) => {
+                    self.unblock(session, request);
+                    self.leave_queue(&id, session, Place::Acquire(request));
+                    left.push(id);
+                }
+                On::Wait(_) => {
+                    self.unblock(session, request);
+                }
+                On::Pop(_) | On::Barrier(_) => self.withdraw(session, request, None),
+            }
+        }
+        for id in left {
+            self.promote(&id);
+        }
+
+        let mut holds: Vec<(Token, LockId)> = Vec::new();
+        for (id, lock) in &mut self.locks {
+            for hold in lock.holds.iter_mut().filter(|hold| hold.owner == Some(session)) {
+                match ending {
+                    Some(_) => holds.push((hold.token, id.clone())),
+                    None => hold.owner = None,
+                }
+            }
+        }
+        holds.sort_by_key(|(token, _)| token.fence);
+        for (token, id) in holds {
+            self.end_hold(&id, token, ending.expect("holds are collected to be ended"));
+        }
+    }
+
+    // Counters.
+
+    /// Whether one more key is allowed.
+    fn has_room_for_key(&self) -> bool {
+        let keys =
+            self.counters.len() + self.entries.len() + self.lists.len() + self.barriers.len();
+        self.limits.keys_max == 0 || count(keys).unsigned_abs() < self.limits.keys_max
+    }
+
+    fn add(&mut self, key: &[u8], delta: i64, decrement: bool) -> Outcome {
+        let old = self.counters.get(key).map_or(0, |counter| counter.value);
+        // Subtracting is adding the negative, which the smallest number does not have.
+        let delta = if decrement { delta.checked_neg() } else { Some(delta) };
+        let Some(value) = delta.and_then(|delta| old.checked_add(delta)) else {
+            return Outcome::Refused(Refusal::Overflow);
+        };
+        if !self.counters.contains_key(key) && !self.has_room_for_key() {
+            return Outcome::Refused(Refusal::MaxKeys);
+        }
+        self.counters.insert(key.into(), Counter { value, touched_at: self.now });
+        self.emit(if decrement { Event::Decr } else { Event::Incr }, key);
+        Outcome::Number(value)
+    }
+
+    fn counter_set(&mut self, key: &[u8], value: i64) -> Outcome {
+        if !self.counters.contains_key(key) && !self.has_room_for_key() {
+            return Outcome::Refused(Refusal::MaxKeys);
+        }
+        self.counters.insert(key.into(), Counter { value, touched_at: self.now });
+        self.emit(Event::Cset, key);
+        Outcome::Done
+    }
+
+    // Values.
+
+    fn kv_set(
+        &mut self,
+        key: &[u8],
+        expect: Option<Expect<'_>>,
+        value: &[u8],
+        ttl: Option<Span>,
+        event: Event,
+    ) -> Outcome {
+        if self.is_too_large(value) {
+            return Outcome::Refused(Refusal::ValueTooLarge);
+        }
+        let entry = self.entries.get(key);
+        let as_expected = match expect {
+            None => true,
+            Some(Expect::Absent) => entry.is_none(),
+            Some(Expect::Value(value)) => entry.is_some_and(|entry| *entry.value == *value),
+            Some(Expect::Revision(revision)) => entry.is_some_and(|e| e.revision == revision),
+        };
+        if !as_expected {
+            return Outcome::Conflict;
+        }
+        if entry.is_none() && !self.has_room_for_key() {
+            return Outcome::Refused(Refusal::MaxKeys);
+        }
+        self.emit(event, key);
+        let entry = Entry {
+            value: value.into(),
+            revision: self.revision,
+            expires_at: ttl.map(|ttl| self.now + ttl),
+            touched_at: self.now,
+        };
+        self.entries.insert(key.into(), entry);
+        Outcome::Written(self.revision)
+    }
+
+    fn is_too_large(&self, value: &[u8]) -> bool {
+        count(value.len()).unsigned_abs() > self.limits.value_bytes_max
+    }
+
+    // Lists.
+
+    fn list_push(&mut self, key: &[u8], end: End, value: &[u8]) -> Outcome {
+        if self.is_too_large(value) {
+            return Outcome::Refused(Refusal::ValueTooLarge);
+        }
+        let event = push_event(end);
+        if self.lists.get(key).is_some_and(|list| !list.poppers.is_empty()) {
+            self.emit(event, key);
+            self.hand_to_popper(key, value);
+            return Outcome::Number(0);
+        }
+        let length = self.list_length(key).unsigned_abs();
+        if self.limits.list_length_max > 0 && length >= self.limits.list_length_max {
+            return Outcome::Refused(Refusal::ListFull);
+        }
+        if length == 0 && !self.has_room_for_key() {
+            return Outcome::Refused(Refusal::MaxKeys);
+        }
+        let items = &mut self.lists.entry(key.into()).or_default().items;
+        match end {
+            End::Left => items.push_front(value.into()),
+            End::Right => items.push_back(value.into()),
+        }
+        self.emit(event, key);
+        Outcome::Number(self.list_length(key))
+    }
+
+    /// Gives `value` to whoever has waited longest for one; false if nobody has.
+    fn hand_to_popper(&mut self, key: &[u8], value: &[u8]) -> bool {
+        let Some(list) = self.lists.get_mut(key) else { return false };
+        if list.poppers.is_empty() {
+            return false;
+        }
+        let (session, request, end) = list.poppers.remove(0);
+        self.drop_list_if_empty(key);
+        self.emit(blocking_pop_event(end), key);
+        let popped = Outcome::Popped { key: key.into(), end, value: value.into() };
+        self.finish((session, request), popped);
+        true
+    }
+
+    fn list_pop(
+        &mut self,
+        caller: Caller,
+        key: &[u8],
+        end: End,
+        wait: Option<Span>,
+    ) -> Option<Outcome> {
+        let item = self.lists.get_mut(key).and_then(|list| match end {
+            End::Left => list.items.pop_front(),
+            End::Right => list.items.pop_back(),
+        });
+        if let Some(value) = item {
+            self.drop_list_if_empty(key);
+            let event = match (wait, end) {
+                (Some(_), _) => blocking_pop_event(end),
+                (None, End::Left) => Event::Lpop,
+                (None, End::Right) => Event::Rpop,
+            };
+            self.emit(event, key);
+            return Some(Outcome::Popped { key: key.into(), end, value });
+        }
+        let wait = wait.unwrap_or(Span::ZERO);
+        if wait == Span::ZERO {
+            return Some(Outcome::Empty);
+        }
+        if !self.lists.contains_key(key) && !self.has_room_for_key() {
+            return Some(Outcome::Refused(Refusal::MaxKeys));
+        }
+        let list = self.lists.entry(key.into()).or_default();
+        list.poppers.push((caller.session, caller.request, end));
+        self.block(caller, wait, On::Pop(key.into()));
+        None
+    }
+
+    fn drop_list_if_empty(&mut self, key: &[u8]) {
+        self.lists
+            .retain(|k, list| **k != *key || !list.items.is_empty() || !list.poppers.is_empty());
+    }
+
+    // Barriers.
+
+    fn arrive(&mut self, caller: Caller, key: &[u8], wanted: u32, wait: Span) -> Option<Outcome> {
+        let arrived = match self.barriers.get(key) {
+            Some(barrier) if barrier.count != wanted => {
+                return Some(Outcome::Refused(Refusal::CountMismatch));
+            }
+            Some(barrier) if barrier.arrived.iter().any(|(s, _)| *s == caller.session) => {
+                return Some(Outcome::Refused(Refusal::AlreadyWaiting));
+            }
+            Some(barrier) => barrier.arrived.len(),
+            None => 0,
+        };
+        if count(arrived) + 1 == i64::from(wanted) {
+            for other in self.barriers.remove(key).map_or(Vec::new(), |barrier| barrier.arrived) {
+                self.finish(other, Outcome::Done);
+            }
+            return Some(Outcome::Done);
+        }
+        if wait == Span::ZERO {
+            return Some(Outcome::Timeout);
+        }
+        if arrived == 0 && !self.has_room_for_key() {
+            return Some(Outcome::Refused(Refusal::MaxKeys));
+        }
+        let barrier = self
+            .barriers
+            .entry(key.into())
+            .or_insert_with(|| Barrier { count: wanted, arrived: Vec::new() });
+        barrier.arrived.push((caller.session, caller.request));
+        self.block(caller, wait, On::Barrier(key.into()));
+        None
+    }
+
+    // Subscriptions.
+
+    fn topics_of(&self, session: SessionId) -> Vec<Topic> {
+        self.subscribers
+            .iter()
+            .filter(|subscriber| subscriber.session == session)
+            .map(|subscriber| subscriber.topic.clone())
+            .collect()
+    }
+
+    /// Each session once that has a subscription of which `wanted` is true.
+    fn sessions_with(&self, wanted: impl Fn(&Topic) -> bool) -> BTreeSet<SessionId> {
+        self.subscribers.iter().filter(|s| wanted(&s.topic)).map(|s| s.session).collect()
+    }
+
+    fn subscribe(&mut self, session: SessionId, subscription: Subscription<'_>) -> Outcome {
+        let topic = topic_of(subscription);
+        if !topic.is_well_formed() {
+            return Outcome::Refused(Refusal::BadPattern);
+        }
+        let topics = self.topics_of(session);
+        let is_new = !topics.contains(&topic);
+        let topics = count(topics.len()).unsigned_abs();
+        if is_new && self.limits.subscriptions_max > 0 && topics >= self.limits.subscriptions_max {
+            return Outcome::Refused(Refusal::MaxSubscriptions);
+        }
+        if let Subscription::Changes { pattern, from: Some(from) } = subscription {
+            let kept = count(self.ring.len()).unsigned_abs();
+            let compacted = Revision(self.revision.0 - kept);
+            if from <= compacted {
+                return Outcome::Compacted(compacted);
+            }
+            for change in self.ring.clone() {
+                if change.revision >= from && matches(pattern, &change.key) {
+                    self.push(session, Push::Change(change));
+                }
+            }
+        }
+        if let Subscription::Leaders { key } = subscription {
+            let id = (Space::Locks, key.into());
+            if self.is_mutex(&id) && !self.locks[&id].holds.is_empty() {
+                self.push(session, Push::Leader { event: LeaderEvent::Elected, key: id.1 });
+            }
+        }
+        if is_new {
+            self.subscribers.push(Subscriber { session, topic });
+        }
+        Outcome::Done
+    }
+
+    fn unsubscribe(&mut self, session: SessionId, topic: &Topic) {
+        if let Topic::Signals { pattern, group: name } = topic
+            && !name.is_empty()
+        {
+            let group = Group { pattern: pattern.clone(), name: name.clone() };
+            let members = self.group_members(&group);
+            if let Some(index) = members.iter().position(|member| *member == session) {
+                let turn = self.turns.get(&group).copied().unwrap_or(0);
+                let turn = if index < turn { turn - 1 } else { turn };
+                // Past the last of those who are left, the first comes next.
+                let turn = if turn == members.len() - 1 { 0 } else { turn };
+                self.turns.insert(group, turn);
+            }
+        }
+        self.subscribers.retain(|s| s.session != session || s.topic != *topic);
+    }
+
+    fn signal(&mut self, channel: &[u8], payload: &[u8]) -> Outcome {
+        if channel.iter().any(|byte| is_wildcard(*byte)) {
+            return Outcome::Refused(Refusal::BadPattern);
+        }
+        let push = Push::Signal { channel: channel.into(), payload: payload.into() };
+        let mut copies = 0;
+        let mut served: BTreeSet<SessionId> = BTreeSet::new();
+        for exact in [true, false] {
+            let listened =
+                |pattern: &Bytes| exact == (**pattern == *channel) && matches(pattern, channel);
+            let alone = self.sessions_with(|topic| match topic {
+                Topic::Signals { pattern, group } => group.is_empty() && listened(pattern),
+                Topic::Changes { .. } | Topic::Leaders { .. } => false,
+            });
+            for session in alone {
+                if served.insert(session) {
+                    self.push(session, push.clone());
+                    copies += 1;
+                }
+            }
+            let groups: BTreeSet<Group> = self
+                .subscribers
+                .iter()
+                .filter_map(|subscriber| match &subscriber.topic {
+                    Topic::Signals { pattern, group } if !group.is_empty() && listened(pattern) => {
+                        Some(Group { pattern: pattern.clone(), name: group.clone() })
+                    }
+                    Topic::Signals { .. } | Topic::Changes { .. } | Topic::Leaders { .. } => None,
+                })
+                .collect();
+            for group in groups {
+                let members = self.group_members(&group);
+                let turn = self.turns.get(&group).copied().unwrap_or(0);
+                self.turns.insert(group.clone(), (turn + 1) % members.len());
+                let session = members[turn];
+                self.effects.push(Effect::Push { session, push: push.clone(), group: Some(group) });
+                copies += 1;
+            }
+        }
+        Outcome::Number(copies)
+    }
+
+    fn emit(&mut self, event: Event, key: &[u8]) {
+        self.revision.0 += 1;
+        let change = Change { revision: self.revision, event, key: key.into() };
+        self.ring.push(change.clone());
+        if count(self.ring.len()).unsigned_abs() > self.limits.events_max {
+            self.ring.remove(0);
+        }
+        let watchers = self.sessions_with(|topic| match topic {
+            Topic::Changes { pattern } => matches(pattern, key),
+            Topic::Signals { .. } | Topic::Leaders { .. } => false,
+        });
+        for session in watchers {
+            self.push(session, Push::Change(change.clone()));
+        }
+    }
+}
+
+impl Lock {
+    fn has_room_for(&self, mode: Mode) -> bool {
+        match (self.kind, mode) {
+            (Kind::Slots(limit), _) => count(self.holds.len()) < i64::from(limit),
+            (Kind::ReadWrite, Mode::Read) => !self.holds.iter().any(|hold| hold.writes),
+            (
+                Kind::ReadWrite,
+                Mode::Write | Mode::Mutex | Mode::Election | Mode::Semaphore { .. },
+            ) => self.holds.is_empty(),
+        }
+    }
+}
+
+impl Topic {
+    fn is_well_formed(&self) -> bool {
+        match self {
+            Self::Signals { pattern, .. } | Self::Changes { pattern } => is_well_formed(pattern),
+            Self::Leaders { .. } => true,
+        }
+    }
+}
+
+fn topic_of(subscription: Subscription<'_>) -> Topic {
+    match subscription {
+        Subscription::Signals { pattern, group } => {
+            Topic::Signals { pattern: pattern.into(), group: group.into() }
+        }
+        Subscription::Changes { pattern, from: _ } => Topic::Changes { pattern: pattern.into() },
+        Subscription::Leaders { key } => Topic::Leaders { key: key.into() },
+    }
+}
+
+fn kind_of(mode: Mode) -> Kind {
+    match mode {
+        Mode::Mutex | Mode::Election => Kind::Slots(1),
+        Mode::Semaphore { limit } => Kind::Slots(limit),
+        Mode::Read | Mode::Write => Kind::ReadWrite,
+    }
+}
+
+pub(super) fn is_answered(command: &Command<'_>) -> bool {
+    match command {
+        Command::Tick
+        | Command::NewTerm
+        | Command::Undo(_)
+        | Command::Detach { .. }
+        | Command::Attach
+        | Command::EndSession { .. } => false,
+        Command::Acquire { .. }
+        | Command::Enqueue { .. }
+        | Command::Wait { .. }
+        | Command::Release { .. }
+        | Command::Renew { .. }
+        | Command::ForceRelease { .. }
+        | Command::Add { .. }
+        | Command::CounterSet { .. }
+        | Command::KvSet { .. }
+        | Command::KvDelete { .. }
+        | Command::KvCompareAndSet { .. }
+        | Command::Push { .. }
+        | Command::Pop { .. }
+        | Command::BarrierWait { .. }
+        | Command::Signal { .. }
+        | Command::Subscribe(_)
+        | Command::Unsubscribe(_)
+        | Command::Cancel { .. }
+        | Command::Acknowledge { .. } => true,
+    }
+}
+
+fn push_event(end: End) -> Event {
+    match end {
+        End::Left => Event::Lpush,
+        End::Right => Event::Rpush,
+    }
+}
+
+fn blocking_pop_event(end: End) -> Event {
+    match end {
+        End::Left => Event::Blpop,
+        End::Right => Event::Brpop,
+    }
+}
+
+fn is_wildcard(byte: u8) -> bool {
+    byte == b'*' || byte == b'>'
+}
+
+fn is_well_formed(pattern: &[u8]) -> bool {
+    let tokens: Vec<&[u8]> = pattern.split(|byte| *byte == b'.').collect();
+    tokens.iter().enumerate().all(|(index, token)| match *token {
+        b"*" => true,
+        b">" => index + 1 == tokens.len(),
+        _ => !token.iter().any(|byte| is_wildcard(*byte)),
+    })
+}
+
+fn matches(pattern: &[u8], key: &[u8]) -> bool {
+    let mut tokens = key.split(|byte| *byte == b'.');
+    for wanted in pattern.split(|byte| *byte == b'.') {
+        let found = tokens.next();
+        match (wanted, found) {
+            (_, None) => return false,
+            (b">", Some(_)) => return true,
+            (b"*", Some(_)) => {}
+            (_, Some(token)) => {
+                if wanted != token {
+                    return false;
+                }
+            }
+        }
+    }
+    tokens.next().is_none()
+}
+
+fn count(length: usize) -> i64 {
+    i64::try_from(length).expect("what fits in memory can be counted")
+}

@@ -1,0 +1,222 @@
+//! The nouns of the domain: ids, time, tokens, limits. Nothing here decides anything.
+
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::fmt;
+use core::ops::{Add, Deref};
+
+use serde::{Deserialize, Serialize};
+
+/// An instant in nanoseconds of the clock that stamps commands. Where it starts is up to the engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Timestamp(pub u64);
+
+impl Timestamp {
+    /// Later than every instant that can be reached.
+    pub const NEVER: Self = Self(u64::MAX);
+
+    /// The time from `earlier` to `self`, zero if it is not earlier.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Span {
+        Span(self.0.saturating_sub(earlier.0))
+    }
+}
+
+impl Add<Span> for Timestamp {
+    type Output = Self;
+
+    fn add(self, span: Span) -> Self {
+        Self(self.0.saturating_add(span.0))
+    }
+}
+
+/// A length of time in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Span(pub u64);
+
+impl Span {
+    /// No time at all.
+    pub const ZERO: Self = Self(0);
+
+    /// `seconds` as a span, saturating.
+    #[must_use]
+    pub const fn from_secs(seconds: u64) -> Self {
+        Self(seconds.saturating_mul(1_000_000_000))
+    }
+
+    /// `milliseconds` as a span, saturating.
+    #[must_use]
+    pub const fn from_millis(milliseconds: u64) -> Self {
+        Self(milliseconds.saturating_mul(1_000_000))
+    }
+}
+
+/// Who asks: a connection or a session of any transport. Never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct SessionId(pub u64);
+
+/// The number of a request within its session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct RequestId(pub u64);
+
+/// The number of a grant. Larger means later; comparable per key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Fence(pub u64);
+
+/// Counts the changes of the store.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct Revision(pub u64);
+
+/// The credential of a hold: its fence and eight random bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Token {
+    /// The number of the grant.
+    pub fence: Fence,
+    /// What makes the token hard to guess.
+    pub salt: u64,
+}
+
+/// A key, value, item, channel or payload: any bytes, cheap to share.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Bytes(Arc<[u8]>);
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl core::borrow::Borrow<[u8]> for Bytes {
+    fn borrow(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl From<&[u8]> for Bytes {
+    fn from(bytes: &[u8]) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self(bytes.into())
+    }
+}
+
+impl fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.escape_ascii())
+    }
+}
+
+/// The two namespaces of locks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Space {
+    /// Mutexes, elections and read-write locks.
+    Locks,
+    /// Semaphores, unless [`Limits::shared_namespace`] puts them beside the others.
+    Semaphores,
+}
+
+/// How a lock is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Mode {
+    /// One holder.
+    Mutex,
+    /// One holder, and the key's observers are told.
+    Election,
+    /// Up to `limit` holders.
+    Semaphore {
+        /// At least 1.
+        limit: u32,
+    },
+    /// Any number of readers.
+    Read,
+    /// One writer and no reader.
+    Write,
+}
+
+impl Mode {
+    /// The namespace a request in this mode looks in.
+    #[must_use]
+    pub fn space(self) -> Space {
+        match self {
+            Self::Mutex | Self::Election | Self::Read | Self::Write => Space::Locks,
+            Self::Semaphore { .. } => Space::Semaphores,
+        }
+    }
+}
+
+/// One end of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum End {
+    /// Index 0.
+    Left,
+    /// The last index.
+    Right,
+}
+
+/// Every bound and every switch that [`Store::apply`](crate::Store::apply) looks at. 0 means unlimited where a field says so.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Unique keys of mutexes, semaphores, elections and read-write locks together.
+    pub locks_max: u64,
+    /// Unique keys of counters, KV entries, lists and barriers together; 0 = unlimited.
+    pub keys_max: u64,
+    /// Items per list; 0 = unlimited.
+    pub list_length_max: u64,
+    /// Waiters per lock; 0 = unlimited.
+    pub waiters_max: u64,
+    /// `listen` + `watch` + `observe` per session; 0 = unlimited.
+    pub subscriptions_max: u64,
+    /// Bytes of a KV value or list item.
+    pub value_bytes_max: u64,
+    /// The lease of a request that names none.
+    pub default_lease: Span,
+    /// A lock or zero counter untouched for this long is dropped.
+    pub idle_max: Span,
+    /// Idle resources are dropped at multiples of this.
+    pub gc_interval: Span,
+    /// Semaphores share the namespace of mutexes.
+    pub shared_namespace: bool,
+    /// KV entries without TTL are dropped when idle, too.
+    pub kv_idle_gc: bool,
+    /// How much longer leases may last after a change of leader.
+    pub failover_grace: Span,
+    /// How many past events are kept for watches that resume.
+    pub events_max: u64,
+    /// How many results a session may have kept for retries; the oldest go first.
+    pub results_max: u64,
+    /// How many bytes these results may have.
+    pub results_bytes_max: u64,
+    /// How many "lease ran out before it was claimed" notes a session may have; the oldest go first.
+    pub expired_notes_max: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            locks_max: 1024,
+            keys_max: 0,
+            list_length_max: 0,
+            waiters_max: 0,
+            subscriptions_max: 0,
+            value_bytes_max: 65_533,
+            default_lease: Span::from_secs(33),
+            idle_max: Span::from_secs(60),
+            gc_interval: Span::from_secs(5),
+            shared_namespace: false,
+            kv_idle_gc: false,
+            failover_grace: Span::from_secs(3),
+            events_max: 0,
+            results_max: 1024,
+            results_bytes_max: 1 << 20,
+            expired_notes_max: 1024,
+        }
+    }
+}

@@ -1,0 +1,606 @@
+//! The engine that keeps everything in memory: key -> shard, each a store under its own mutex.
+//!
+//! The caller's thread applies: there is no queue and no wake-up between a request and its answer. Shard 64
+//! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
+//! watch of one key lives in that key's shard as well, a watch with wildcards in all of them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use dflockd_core::{
+    Caller, Command, Effect, KeyView, Limits, Listed, Outcome, Push, Query, Refusal, RequestId,
+    SessionId, Shared, Span, Store, Subscription, Survey, Timestamp, is_literal,
+};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::clock::Clock;
+use crate::fences::Fences;
+use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+
+const KEY_SHARDS: usize = 64;
+/// The shard of signals and of subscription records.
+const COMMON: usize = KEY_SHARDS;
+
+/// How long a kept session waits for a new connection at least.
+const KEPT_FOR: Span = Span::from_secs(10);
+
+/// How to run an engine.
+pub struct Options {
+    /// What the stores decide by.
+    pub limits: Limits,
+    /// Release what a session holds when its connection ends.
+    pub release_on_disconnect: bool,
+    /// Nothing is granted for this long.
+    pub grant_delay: Span,
+    /// Deadlines are looked at no later than this, whatever the timers say.
+    pub sweep_interval: Duration,
+    /// The counters that all shards draw from; [`Fences`] has set where they start.
+    pub shared: Arc<Shared>,
+    /// Where fences come from.
+    pub fences: Fences,
+    /// Where time comes from.
+    pub clock: Clock,
+}
+
+/// What became of a command.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Submitted {
+    /// It is answered.
+    Done(Outcome),
+    /// The answer comes through the session's sink.
+    Later(Place),
+    /// The session was attached elsewhere or has ended: nothing was done.
+    Gone,
+}
+
+/// Where a blocked request waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place(usize);
+
+/// State in memory, spread over shards.
+pub struct Engine {
+    shards: Vec<Shard>,
+    router: Router,
+    clock: Clock,
+    fences: Fences,
+    default_lease: Span,
+    release_on_disconnect: bool,
+    sweep_interval: Duration,
+}
+
+struct Shard {
+    state: Mutex<ShardState>,
+    /// Its next deadline has come closer.
+    earlier: Notify,
+}
+
+struct ShardState {
+    store: Store,
+    /// When the timer will look next.
+    armed: Timestamp,
+    /// Kept to be filled again.
+    effects: Vec<Effect>,
+}
+
+/// What a command has caused besides effects for others, to be done when its shard is unlocked.
+#[derive(Default)]
+struct Aftermath {
+    outcome: Option<Outcome>,
+    undo: Vec<Outcome>,
+    ended: Vec<SessionId>,
+}
+
+impl Engine {
+    /// An engine without anything in it.
+    #[must_use]
+    pub fn new(options: Options) -> Self {
+        let Options { limits, shared, clock, .. } = options;
+        let start = clock.now();
+        let grants_from = if options.grant_delay == Span::ZERO {
+            Timestamp(0)
+        } else {
+            start + options.grant_delay
+        };
+        let shard = |index| {
+            let mut limits = limits.clone();
+            if index != COMMON {
+                // Counted once, in the common shard.
+                limits.subscriptions_max = 0;
+            }
+            let store = Store::new(limits, rand::random(), Arc::clone(&shared), grants_from);
+            let state = ShardState { store, armed: Timestamp::NEVER, effects: Vec::new() };
+            Shard { state: Mutex::new(state), earlier: Notify::new() }
+        };
+        Self {
+            shards: (0..=COMMON).map(shard).collect(),
+            router: Router::new(),
+            clock,
+            fences: options.fences,
+            default_lease: limits.default_lease,
+            release_on_disconnect: options.release_on_disconnect,
+            sweep_interval: options.sweep_interval,
+        }
+    }
+
+    /// Where the engine takes its time from.
+    #[must_use]
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// Executes a command for a session. Sinks of others that have something to do are added to `pokes`.
+    pub fn submit(
+        &self,
+        by: &Attachment,
+        request: RequestId,
+        keep: bool,
+        command: Command<'_>,
+        pokes: &mut Pokes,
+    ) -> Submitted {
+        let caller = Caller { session: by.id(), request, keep };
+        let place = match &command {
+            Command::Acquire { key, lease, .. }
+            | Command::Enqueue { key, lease, .. }
+            | Command::Renew { key, lease, .. } => {
+                if !self.fences.record_lease(lease.unwrap_or(self.default_lease)) {
+                    return Submitted::Done(Outcome::Refused(Refusal::NoFence));
+                }
+                shard_of(key)
+            }
+            Command::Wait { key, .. }
+            | Command::Release { key, .. }
+            | Command::ForceRelease { key, .. }
+            | Command::Add { key, .. }
+            | Command::CounterSet { key, .. }
+            | Command::KvSet { key, .. }
+            | Command::KvDelete { key }
+            | Command::KvCompareAndSet { key, .. }
+            | Command::Push { key, .. }
+            | Command::Pop { key, .. }
+            | Command::BarrierWait { key, .. } => shard_of(key),
+            Command::Signal { .. } => COMMON,
+            Command::Subscribe(subscription) | Command::Unsubscribe(subscription) => {
+                let subscription = *subscription;
+                return self.subscribe(by, caller, &command, subscription, pokes);
+            }
+            Command::Acknowledge { up_to } => {
+                for shard in by.session.shards() {
+                    let command = Command::Acknowledge { up_to: *up_to };
+                    self.apply(shard, Some(by), caller, command, pokes);
+                }
+                return Submitted::Done(Outcome::Done);
+            }
+            Command::Tick
+            | Command::NewTerm
+            | Command::Cancel { .. }
+            | Command::Undo(_)
+            | Command::Detach { .. }
+            | Command::Attach
+            | Command::EndSession { .. } => {
+                unreachable!("the engine sends {command:?} itself")
+            }
+        };
+        match self.apply(place, Some(by), caller, command, pokes) {
+            None => Submitted::Gone,
+            Some(Some(outcome)) => Submitted::Done(outcome),
+            Some(None) => Submitted::Later(Place(place)),
+        }
+    }
+
+    /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before.
+    pub fn cancel(&self, by: &Attachment, request: RequestId, place: Place, pokes: &mut Pokes) {
+        // The request of the cancel itself must not be that of the cancelled one: it is answered at once.
+        let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
+        self.apply(place.0, Some(by), caller, Command::Cancel { request }, pokes);
+    }
+
+    /// Gives back what could not be told to the one who asked for it.
+    pub fn undo(&self, place: Place, outcome: &Outcome, pokes: &mut Pokes) {
+        self.apply(place.0, None, NOBODY, Command::Undo(outcome), pokes);
+    }
+
+    /// Where requests for a key are executed.
+    #[must_use]
+    pub fn place(&self, key: &[u8]) -> Place {
+        Place(shard_of(key))
+    }
+
+    /// Answers a read.
+    pub fn query(&self, query: Query<'_>) -> Outcome {
+        let (Query::Counter { key }
+        | Query::Kv { key }
+        | Query::Length { key }
+        | Query::Range { key, .. }) = query;
+        let state = self.shards[shard_of(key)].state.lock();
+        state.store.read(query, self.clock.now())
+    }
+
+    /// Everything there is, shard by shard; no shard is locked for longer than its own part takes.
+    pub fn survey(&self, each_max: usize) -> Survey {
+        let mut all = Survey::default();
+        for (index, shard) in self.shards.iter().enumerate() {
+            let state = shard.state.lock();
+            let part = state.store.survey(self.clock.now(), each_max);
+            drop(state);
+            all.locks.extend(part.locks);
+            all.counters.extend(part.counters);
+            all.kv.extend(part.kv);
+            all.lists.extend(part.lists);
+            all.barriers.extend(part.barriers);
+            if index == COMMON {
+                all.signal_channels = part.signal_channels;
+                all.watch_channels = part.watch_channels;
+            }
+        }
+        all
+    }
+
+    /// Everything a key is.
+    pub fn inspect(&self, key: &[u8], each_max: usize) -> Vec<KeyView> {
+        let state = self.shards[shard_of(key)].state.lock();
+        state.store.inspect(key, self.clock.now(), each_max)
+    }
+
+    /// A page of keys in order. A key that is several things is not split, so it can be a little longer.
+    pub fn ls(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Vec<Listed> {
+        let mut listed = Vec::new();
+        for shard in &self.shards[..KEY_SHARDS] {
+            let state = shard.state.lock();
+            listed.extend(state.store.ls(prefix, after, limit, self.clock.now()));
+        }
+        listed.sort_unstable();
+        if let Some(last) = listed.get(limit.saturating_sub(1)).map(|last| last.key.clone()) {
+            listed.retain(|listed| listed.key <= last);
+        }
+        listed
+    }
+
+    /// Checks every shard.
+    ///
+    /// # Panics
+    ///
+    /// If one is broken.
+    pub fn check_invariants(&self) {
+        for shard in &self.shards {
+            shard.state.lock().store.check_invariants();
+        }
+    }
+
+    /// The name of a session for people.
+    pub fn label(&self, id: SessionId) -> String {
+        self.router.label(id)
+    }
+
+    /// A new session whose answers go to `sink`.
+    pub fn open(&self, sink: Arc<dyn Sink>, label: String) -> Attachment {
+        self.router.open(sink, label)
+    }
+
+    /// Lets the session outlive its connection; whoever knows the secret can attach to it.
+    pub fn keep(&self, by: &Attachment) -> SessionSecret {
+        let secret = SessionSecret(rand::random());
+        self.router.keep(&by.session, secret);
+        secret
+    }
+
+    /// Takes a kept session over, in place of `by`, which is a fresh one. The connection that had it is closed.
+    pub fn attach(
+        &self,
+        by: &Attachment,
+        secret: SessionSecret,
+        pokes: &mut Pokes,
+    ) -> Option<Attachment> {
+        let session = self.router.find_kept(secret)?;
+        let (sink, label) = {
+            let state = by.session.state.lock();
+            (state.sink.clone()?, state.label.clone())
+        };
+        let epoch = {
+            let mut state = session.state.lock();
+            // It may just have ended.
+            state.secret?;
+            let epoch = session.epoch.fetch_add(1, Ordering::SeqCst) + 1;
+            state.label = label;
+            if let Some(old) = state.sink.replace(sink) {
+                old.close();
+                pokes.add(&old);
+            }
+            epoch
+        };
+        let attachment = Attachment { session, epoch };
+        // Visiting every shard makes sure that no request of the older connection is under way in one.
+        let caller = Caller { session: attachment.id(), request: RequestId(0), keep: false };
+        let known: Vec<usize> = attachment.session.shards().collect();
+        for shard in 0..=COMMON {
+            let command = if known.contains(&shard) { Command::Attach } else { Command::Tick };
+            self.apply(shard, Some(&attachment), caller, command, pokes);
+        }
+        self.router.remove(&by.session);
+        Some(attachment)
+    }
+
+    /// The connection of a session has ended.
+    pub fn close(&self, by: &Attachment, pokes: &mut Pokes) {
+        let session = &by.session;
+        let kept = {
+            let mut state = session.state.lock();
+            if !by.is_current() {
+                return;
+            }
+            state.sink = None;
+            state.secret.is_some()
+        };
+        if kept {
+            self.detach(by, pokes);
+        } else {
+            self.end(session, self.release_on_disconnect, false, pokes);
+        }
+    }
+
+    /// Ends a session for an operator, who may have to end one whose client is gone. False if there is none.
+    pub fn kick(&self, id: SessionId, pokes: &mut Pokes) -> bool {
+        let Some(session) = self.router.get(id) else { return false };
+        let sink = {
+            let state = session.state.lock();
+            session.epoch.fetch_add(1, Ordering::SeqCst);
+            state.sink.clone()
+        };
+        self.end(&session, true, true, pokes);
+        if let Some(sink) = sink {
+            session.state.lock().sink = None;
+            sink.close();
+            pokes.add(&sink);
+        }
+        true
+    }
+
+    /// Lets every shard look at the time.
+    pub fn tick(&self, pokes: &mut Pokes) {
+        for shard in 0..=COMMON {
+            self.apply(shard, None, NOBODY, Command::Tick, pokes);
+        }
+    }
+
+    /// Runs the timers until the runtime ends, and the thread that reserves fences until the engine is stopped.
+    ///
+    /// # Errors
+    ///
+    /// If the thread can not be started.
+    pub fn start(self: &Arc<Self>) -> std::io::Result<()> {
+        for shard in 0..=COMMON {
+            tokio::spawn(Arc::clone(self).run_timer(shard));
+        }
+        let engine = Arc::clone(self);
+        std::thread::Builder::new().name("fences".into()).spawn(move || {
+            engine.fences.run(|| {
+                let mut pokes = Pokes::new();
+                engine.tick(&mut pokes);
+                pokes.run();
+            });
+        })?;
+        Ok(())
+    }
+
+    /// Ends what [`Engine::start`] began.
+    pub fn stop(&self) {
+        self.fences.stop();
+    }
+
+    async fn run_timer(self: Arc<Self>, shard: usize) {
+        let mut pokes = Pokes::new();
+        loop {
+            let next = {
+                let mut state = self.shards[shard].state.lock();
+                state.armed = state.store.next_deadline().unwrap_or(Timestamp::NEVER);
+                state.armed
+            };
+            let earlier = self.shards[shard].earlier.notified();
+            if next == Timestamp::NEVER {
+                earlier.await;
+                continue;
+            }
+            let wait = self.clock.until(next).min(self.sweep_interval);
+            if tokio::time::timeout(wait, earlier).await.is_ok() && self.clock.now() < next {
+                continue;
+            }
+            self.apply(shard, None, NOBODY, Command::Tick, &mut pokes);
+            pokes.run();
+        }
+    }
+
+    fn subscribe(
+        &self,
+        by: &Attachment,
+        caller: Caller,
+        command: &Command<'_>,
+        subscription: Subscription<'_>,
+        pokes: &mut Pokes,
+    ) -> Submitted {
+        let applied = self.apply(COMMON, Some(by), caller, command.clone(), pokes);
+        let Some(Some(outcome)) = applied else { return Submitted::Gone };
+        if outcome == Outcome::Done {
+            let unkept = Caller { keep: false, ..caller };
+            let shards = match subscription {
+                Subscription::Signals { .. } => 0..0,
+                Subscription::Changes { pattern, .. } if is_literal(pattern) => {
+                    let shard = shard_of(pattern);
+                    shard..shard + 1
+                }
+                Subscription::Changes { .. } => 0..KEY_SHARDS,
+                Subscription::Leaders { key } => {
+                    let shard = shard_of(key);
+                    shard..shard + 1
+                }
+            };
+            for shard in shards {
+                self.apply(shard, Some(by), unkept, command.clone(), pokes);
+            }
+        }
+        Submitted::Done(outcome)
+    }
+
+    fn detach(&self, by: &Attachment, pokes: &mut Pokes) {
+        // At least one shard must know of it, or nobody would ever end it.
+        by.session.touch(COMMON);
+        let leases = by
+            .session
+            .shards()
+            .filter_map(|shard| self.shards[shard].state.lock().store.lease_end(by.id()));
+        let until = leases.fold(self.clock.now() + KEPT_FOR, Ord::max);
+        let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
+        for shard in by.session.shards() {
+            self.apply(shard, Some(by), caller, Command::Detach { until }, pokes);
+        }
+    }
+
+    fn end(&self, session: &Arc<Session>, release: bool, forced: bool, pokes: &mut Pokes) {
+        let caller = Caller { session: session.id, request: RequestId(0), keep: false };
+        for shard in session.shards() {
+            let command = Command::EndSession { release, forced };
+            self.apply(shard, None, caller, command, pokes);
+        }
+        self.router.remove(session);
+    }
+
+    /// Applies a command to a shard and brings its effects on their way. None if the session is no longer the
+    /// caller's; Some(None) if the answer comes later or never.
+    fn apply(
+        &self,
+        shard: usize,
+        by: Option<&Attachment>,
+        caller: Caller,
+        command: Command<'_>,
+        pokes: &mut Pokes,
+    ) -> Option<Option<Outcome>> {
+        let mut aftermath = Aftermath::default();
+        {
+            let mut state = self.shards[shard].state.lock();
+            if let Some(by) = by {
+                // Under the shard's lock: an attach visits each shard after it raised the epoch.
+                if !by.is_current() {
+                    return None;
+                }
+                by.session.touch(shard);
+            }
+            let now = self.clock.now();
+            let ShardState { store, effects, armed } = &mut *state;
+            {
+                let _bomb = AbortOnPanic;
+                store.apply(caller, command, now, effects);
+            }
+            // In the order of the store, and before anybody else can change it.
+            for effect in effects.drain(..) {
+                self.route(effect, caller, store, &mut aftermath, pokes);
+            }
+            if let Some(next) = store.next_deadline()
+                && next < *armed
+            {
+                *armed = next;
+                self.shards[shard].earlier.notify_one();
+            }
+        }
+        self.fences.look_after();
+        for outcome in aftermath.undo {
+            self.apply(shard, None, NOBODY, Command::Undo(&outcome), pokes);
+        }
+        for id in aftermath.ended {
+            if let Some(session) = self.router.get(id)
+                && session.untouch(shard)
+            {
+                self.router.remove(&session);
+            }
+        }
+        Some(aftermath.outcome)
+    }
+
+    fn route(
+        &self,
+        effect: Effect,
+        caller: Caller,
+        store: &Store,
+        aftermath: &mut Aftermath,
+        pokes: &mut Pokes,
+    ) {
+        match effect {
+            Effect::Reply { session, request, outcome }
+                if session == caller.session && request == caller.request =>
+            {
+                aftermath.outcome = Some(outcome);
+            }
+            Effect::Reply { session, request, outcome } => {
+                let Some(session) = self.router.get(session) else {
+                    aftermath.undo.push(outcome);
+                    return;
+                };
+                let state = session.state.lock();
+                match &state.sink {
+                    Some(sink) => match sink.reply(request, outcome.clone()) {
+                        Pushed::First | Pushed::Urgent => pokes.add(sink),
+                        Pushed::Behind => {}
+                        Pushed::Full | Pushed::Gone if state.secret.is_some() => {}
+                        Pushed::Full | Pushed::Gone => aftermath.undo.push(outcome),
+                    },
+                    // A kept session finds its answer, or at least its hold, when it attaches.
+                    None if state.secret.is_some() => {}
+                    None => aftermath.undo.push(outcome),
+                }
+            }
+            Effect::Push { session, push, group } => {
+                if self.push(session, &push, pokes) != Pushed::Full {
+                    return;
+                }
+                let others = group.iter().flat_map(|group| store.group_members(group));
+                for other in others.filter(|&other| other != session) {
+                    match self.push(other, &push, pokes) {
+                        Pushed::Full | Pushed::Gone => {}
+                        Pushed::First | Pushed::Behind | Pushed::Urgent => return,
+                    }
+                }
+                if let Some(session) = self.router.get(session)
+                    && let Some(sink) = &session.state.lock().sink
+                {
+                    sink.overflow();
+                    pokes.add(sink);
+                }
+            }
+            Effect::SessionEnded { session } => aftermath.ended.push(session),
+        }
+    }
+
+    fn push(&self, session: SessionId, push: &Push, pokes: &mut Pokes) -> Pushed {
+        let Some(session) = self.router.get(session) else { return Pushed::Gone };
+        let state = session.state.lock();
+        let Some(sink) = &state.sink else { return Pushed::Gone };
+        let pushed = sink.push(push.clone());
+        match pushed {
+            Pushed::First => pokes.add(sink),
+            Pushed::Urgent => pokes.add_urgent(sink),
+            Pushed::Behind | Pushed::Full | Pushed::Gone => {}
+        }
+        pushed
+    }
+}
+
+/// The caller of commands that nobody sent.
+const NOBODY: Caller = Caller { session: SessionId(0), request: RequestId(0), keep: false };
+
+/// 32-bit FNV-1a.
+fn shard_of(key: &[u8]) -> usize {
+    let hash = key
+        .iter()
+        .fold(0x811c_9dc5_u32, |hash, &byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    hash as usize % KEY_SHARDS
+}
+
+/// State that a panic left half changed must not be used by anybody.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Sessions, and the way from an effect to whoever waits for it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use dflockd_core::{Outcome, Push, RequestId, SessionId};
+use parking_lot::{Mutex, RwLock};
+
+/// The receiving end of a session: a connection of some transport.
+///
+/// `reply` and `push` are called while a shard is locked: they only put things aside. Whoever caused them
+/// calls `poke` afterwards, when no lock is held.
+pub trait Sink: Send + Sync {
+    /// The answer to an earlier request.
+    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed;
+    /// Something the session is told.
+    fn push(&self, push: Push) -> Pushed;
+    /// The receiver is too slow for what it subscribed to and must be cut off.
+    fn overflow(&self);
+    /// The session is no longer this sink's: finish what is written and close.
+    fn close(&self);
+    /// Handles what was put aside.
+    fn poke(&self);
+}
+
+/// What became of something handed to a sink.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pushed {
+    /// Put aside behind other things that somebody will poke for.
+    Behind,
+    /// Put aside; the sink wants a poke.
+    First,
+    /// Put aside; the sink wants a poke before more is handed to it.
+    Urgent,
+    /// No room for it.
+    Full,
+    /// Nobody is there any more.
+    Gone,
+}
+
+/// Sinks to poke once no lock is held.
+#[derive(Default)]
+pub struct Pokes {
+    sinks: Vec<Arc<dyn Sink>>,
+    urgent: bool,
+}
+
+impl Pokes {
+    /// None.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { sinks: Vec::new(), urgent: false }
+    }
+
+    /// Some sink is nearly full.
+    #[must_use]
+    pub fn is_urgent(&self) -> bool {
+        self.urgent
+    }
+
+    pub(crate) fn add(&mut self, sink: &Arc<dyn Sink>) {
+        self.sinks.push(Arc::clone(sink));
+    }
+
+    pub(crate) fn add_urgent(&mut self, sink: &Arc<dyn Sink>) {
+        self.add(sink);
+        self.urgent = true;
+    }
+
+    /// Pokes them all.
+    pub fn run(&mut self) {
+        self.urgent = false;
+        for sink in self.sinks.drain(..) {
+            sink.poke();
+        }
+    }
+}
+
+/// The 128 random bits by which a kept session is attached again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SessionSecret(pub [u8; 16]);
+
+pub(crate) struct Session {
+    pub(crate) id: SessionId,
+    /// A bit per shard that knows the session.
+    touched: [AtomicU64; 2],
+    /// Raised by each attach; requests of an older one do nothing.
+    pub(crate) epoch: AtomicU64,
+    pub(crate) state: Mutex<State>,
+}
+
+pub(crate) struct State {
+    pub(crate) sink: Option<Arc<dyn Sink>>,
+    pub(crate) label: String,
+    /// Set if the session outlives its connection.
+    pub(crate) secret: Option<SessionSecret>,
+}
+
+impl Session {
+    pub(crate) fn touch(&self, shard: usize) {
+        let (word, bit) = (&self.touched[shard / 64], 1 << (shard % 64));
+        if word.load(Ordering::Relaxed) & bit == 0 {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    /// Forgets a shard; true if it was the last.
+    pub(crate) fn untouch(&self, shard: usize) -> bool {
+        self.touched[shard / 64].fetch_and(!(1 << (shard % 64)), Ordering::Relaxed);
+        self.touched.iter().all(|word| word.load(Ordering::Relaxed) == 0)
+    }
+
+    /// The shards that know the session.
+    pub(crate) fn shards(&self) -> impl Iterator<Item = usize> + use<> {
+        let words = [&self.touched[0], &self.touched[1]].map(|word| word.load(Ordering::Relaxed));
+        (0..128).filter(move |shard| words[shard / 64] & (1 << (shard % 64)) != 0)
+    }
+}
+
+/// The right to act for a session, as long as nobody attaches to it elsewhere.
+#[derive(Clone)]
+pub struct Attachment {
+    pub(crate) session: Arc<Session>,
+    pub(crate) epoch: u64,
+}
+
+impl Attachment {
+    /// The session's id; for a connection also the connection's.
+    #[must_use]
+    pub fn id(&self) -> SessionId {
+        self.session.id
+    }
+
+    /// Gives the session a name that people see.
+    pub fn set_label(&self, label: String) {
+        self.session.state.lock().label = label;
+    }
+
+    /// Pokes the session's sink.
+    pub fn poke(&self) {
+        let sink = self.session.state.lock().sink.clone();
+        if let Some(sink) = sink {
+            sink.poke();
+        }
+    }
+
+    pub(crate) fn is_current(&self) -> bool {
+        self.session.epoch.load(Ordering::SeqCst) == self.epoch
+    }
+}
+
+const PARTS: usize = 64;
+
+/// All sessions.
+pub(crate) struct Router {
+    /// In parts, so that many threads seldom meet.
+    parts: Vec<RwLock<HashMap<SessionId, Arc<Session>>>>,
+    kept: Mutex<HashMap<SessionSecret, Arc<Session>>>,
+    last_id: AtomicU64,
+}
+
+impl Router {
+    pub(crate) fn new() -> Self {
+        Self {
+            parts: (0..PARTS).map(|_| RwLock::default()).collect(),
+            kept: Mutex::default(),
+            last_id: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: String) -> Attachment {
+        let id = SessionId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1);
+        let state = State { sink: Some(sink), label, secret: None };
+        let session = Arc::new(Session {
+            id,
+            touched: [AtomicU64::new(0), AtomicU64::new(0)],
+            epoch: AtomicU64::new(0),
+            state: Mutex::new(state),
+        });
+        self.part(id).write().insert(id, Arc::clone(&session));
+        Attachment { session, epoch: 0 }
+    }
+
+    pub(crate) fn get(&self, id: SessionId) -> Option<Arc<Session>> {
+        self.part(id).read().get(&id).cloned()
+    }
+
+    /// Forgets a session for ever.
+    pub(crate) fn remove(&self, session: &Session) {
+        if let Some(secret) = session.state.lock().secret.take() {
+            self.kept.lock().remove(&secret);
+        }
+        self.part(session.id).write().remove(&session.id);
+    }
+
+    /// Lets a session outlive its connection.
+    pub(crate) fn keep(&self, session: &Arc<Session>, secret: SessionSecret) {
+        session.state.lock().secret = Some(secret);
+        self.kept.lock().insert(secret, Arc::clone(session));
+    }
+
+    pub(crate) fn find_kept(&self, secret: SessionSecret) -> Option<Arc<Session>> {
+        self.kept.lock().get(&secret).cloned()
+    }
+
+    pub(crate) fn label(&self, id: SessionId) -> String {
+        self.get(id).map(|session| session.state.lock().label.clone()).unwrap_or_default()
+    }
+
+    fn part(&self, id: SessionId) -> &RwLock<HashMap<SessionId, Arc<Session>>> {
+        &self.parts[usize::try_from(id.0 % PARTS as u64).expect("small")]
+    }
+}

@@ -1,0 +1,37 @@
+//! The line protocol of dflockd, both directions, without sockets.
+//!
+//! A request is three lines (`<command>`, `<key>`, `<arg>`), an answer is one, and a connection that
+//! subscribed to something also gets push lines in between. This crate turns those bytes into typed
+//! values and back; it knows neither sockets nor clocks nor what the server does with a request.
+//!
+//! # Layout
+//!
+//! - `op`: [`OPS`], every command once: its name, its arguments, its answers.
+//! - `line`: [`Decoder`], bytes to [`Frame`]s: partial input, line limits, request numbers.
+//! - `request`: [`Request`], a frame to a checked request and back.
+//! - `response`: [`Response`] and [`Push`], what the server writes, and [`TokenText`].
+//! - `error_code`: [`ErrorCode`], every refusal once.
+//! - `text`: how integers, fields and units of time are written; shared by both directions.
+//!
+//! The path on the server is [`Decoder::decode`], [`Op::parse`], [`Request::parse`], and later
+//! [`Response::print`]; on the client [`Request::print`], then [`split_number`], [`Push::parse`] and
+//! [`Response::parse`].
+//!
+//! No `Debug` output and no [`ParseError`] of this crate shows a token, a value or a payload, so
+//! that a careless log line cannot leak one.
+
+mod error_code;
+mod line;
+mod op;
+mod request;
+mod response;
+mod text;
+
+pub use error_code::{ERROR_CODES, ErrorCode, ErrorSpec};
+pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
+pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
+pub use request::{
+    COUNT_MAX, End, LS_LIMIT_MAX, Mode, ParseError, Request, Space, key_is_valid, pattern_is_valid,
+};
+pub use response::{Push, Response, TokenText, print_number, split_number};
+pub use text::{SECONDS_MAX, Unit};

@@ -1,0 +1,921 @@
+//! One conversation of the line protocol, without sockets: bytes in, bytes out, deadlines.
+//!
+//! Input: [`Connection::handle_input`], [`Connection::handle_end_of_input`],
+//! [`Connection::handle_messages`], [`Connection::handle_time`], [`Connection::handle_drain`].
+//! Output: [`Connection::output`], [`Connection::next_deadline`], [`Connection::is_over`]. After an input
+//! the shell writes what there is to write and asks for the next deadline.
+//!
+//! What other connections cause (grants, pushes) arrives in the [`Inbox`], which any thread may fill.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use dflockd_core::{Command, Outcome, Push, RequestId, SessionId, Span, Timestamp};
+use dflockd_engine::{Attachment, Place, Pokes, Pushed, SessionSecret, Submitted};
+use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
+use parking_lot::Mutex;
+
+use crate::report;
+use crate::service::Service;
+use crate::translate::{self, Asked, Wishes};
+
+/// Push lines that may wait for a slow reader; one more and it is cut off.
+const PUSHES_MAX: usize = 64;
+/// From here on a push is urgent: its reader should be served before more is sent to it.
+const PUSHES_URGENT: usize = PUSHES_MAX / 2;
+/// Unread input behind a blocking command at which the connection is closed as abusive.
+const UNREAD_MAX: usize = 4096;
+/// Output at which no further request is executed until it is written.
+const OUTPUT_HIGH: usize = 64 * 1024;
+/// Open requests of a numbered connection.
+const OPEN_MAX: usize = 65_536;
+/// The pause between a failed authentication and the close.
+const AUTH_PAUSE: Span = Span::from_millis(100);
+/// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
+const WRITE_PROGRESS: usize = 64 * 1024;
+/// Numbers of requests that the client did not number begin here, apart from all that it could.
+const UNNUMBERED: u64 = 1 << 63;
+
+/// What arrives from elsewhere.
+#[derive(Debug)]
+pub enum Message {
+    /// The answer to an earlier request.
+    Reply(RequestId, Outcome),
+    /// The answer to an earlier request that took a while to write: `ok` and this.
+    Text(RequestId, Arc<[u8]>),
+    /// Something the client is told.
+    Push(Push),
+}
+
+/// Where other threads leave what a connection must hear.
+#[derive(Debug, Default)]
+pub struct Inbox {
+    messages: Mutex<VecDeque<Message>>,
+    /// Push lines that are not written yet, those already printed included.
+    pushes: AtomicUsize,
+    /// The client wants to hear of lost holds.
+    wants_lost: AtomicBool,
+    overflowed: AtomicBool,
+    closing: AtomicBool,
+    closed: AtomicBool,
+}
+
+impl Inbox {
+    /// Leaves a message.
+    pub fn put(&self, message: Message) -> Pushed {
+        let is_push = matches!(message, Message::Push(_));
+        if matches!(message, Message::Push(Push::Lost { .. }))
+            && !self.wants_lost.load(Ordering::Relaxed)
+        {
+            return Pushed::Behind;
+        }
+        let mut messages = self.messages.lock();
+        if self.closed.load(Ordering::Relaxed) {
+            return Pushed::Gone;
+        }
+        let mut pushes = 0;
+        if is_push {
+            pushes = self.pushes.load(Ordering::Relaxed);
+            if pushes >= PUSHES_MAX {
+                return Pushed::Full;
+            }
+            self.pushes.store(pushes + 1, Ordering::Relaxed);
+        }
+        messages.push_back(message);
+        if pushes >= PUSHES_URGENT {
+            Pushed::Urgent
+        } else if messages.len() == 1 {
+            Pushed::First
+        } else {
+            Pushed::Behind
+        }
+    }
+
+    /// The client is too slow.
+    pub fn overflow(&self) {
+        self.overflowed.store(true, Ordering::Relaxed);
+    }
+
+    /// The session is no longer this connection's.
+    pub fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there is something to handle.
+    pub fn is_empty(&self) -> bool {
+        self.messages.lock().is_empty()
+            && !self.overflowed.load(Ordering::Relaxed)
+            && !self.closing.load(Ordering::Relaxed)
+    }
+
+    fn take(&self) -> VecDeque<Message> {
+        std::mem::take(&mut *self.messages.lock())
+    }
+
+    fn pushes_written(&self, count: usize) {
+        let _messages = self.messages.lock();
+        self.pushes.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Accepts nothing more and gives out what is left.
+    fn shut(&self) -> VecDeque<Message> {
+        let mut messages = self.messages.lock();
+        self.closed.store(true, Ordering::Relaxed);
+        std::mem::take(&mut *messages)
+    }
+}
+
+/// One conversation.
+pub struct Connection {
+    service: Arc<Service>,
+    inbox: Arc<Inbox>,
+    me: Attachment,
+    peer: String,
+    phase: Phase,
+    decoder: Decoder,
+    /// Input that is not used yet: part of a request, or what came behind a blocking one.
+    pending: Vec<u8>,
+    output: Vec<u8>,
+    /// How much of the output is written.
+    written: usize,
+    /// Push lines in the output.
+    pushes_printed: usize,
+    unit: Unit,
+    wishes: Wishes,
+    /// Requests carry numbers and are answered in any order.
+    numbered: bool,
+    kept: bool,
+    greeted: bool,
+    /// No request was executed yet.
+    fresh: bool,
+    has_reference: bool,
+    /// The request that everything behind it waits for; never on a numbered connection.
+    blocked: Option<(RequestId, Open)>,
+    /// The requests of a numbered connection that are not answered.
+    open: Option<HashMap<RequestId, Open>>,
+    last_request: u64,
+    /// Answers that would be lost with the connection, until the output is written up to where they end.
+    unwritten: VecDeque<(usize, Place, Outcome)>,
+    /// Requests wait only for the output to be written.
+    held_back: bool,
+    deadlines: Deadlines,
+    now: Timestamp,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// The first request must be `auth`.
+    Stranger,
+    Ready,
+    /// No input counts any more; over once the output is written and this instant has come.
+    Closing(Timestamp),
+    Over,
+}
+
+/// A request that is not answered yet.
+#[derive(Clone, Copy)]
+struct Open {
+    op: Op,
+    /// None while a text is being made.
+    place: Option<Place>,
+}
+
+#[derive(Default)]
+struct Deadlines {
+    /// For the line in progress.
+    read: Option<Timestamp>,
+    /// How many lines of how many requests there were when it was set.
+    read_progress: (u64, usize),
+    idle: Option<Timestamp>,
+    write: Option<Timestamp>,
+    /// How much has been written since it was set.
+    write_progress: usize,
+}
+
+impl Connection {
+    /// A conversation that begins now.
+    #[must_use]
+    pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: String) -> Self {
+        let now = service.engine.clock().now();
+        let phase = if service.auth.load().is_some() { Phase::Stranger } else { Phase::Ready };
+        let wishes = Wishes { fence: service.wire_fence, lease_status: service.wire_fence };
+        let mut connection = Self {
+            decoder: Decoder::new(service.value_bytes_max),
+            service,
+            inbox,
+            me,
+            peer,
+            phase,
+            pending: Vec::new(),
+            output: Vec::new(),
+            written: 0,
+            pushes_printed: 0,
+            unit: Unit::Seconds,
+            wishes,
+            numbered: false,
+            kept: false,
+            greeted: false,
+            fresh: true,
+            has_reference: false,
+            blocked: None,
+            open: None,
+            last_request: 0,
+            unwritten: VecDeque::new(),
+            held_back: false,
+            deadlines: Deadlines::default(),
+            now,
+        };
+        connection.arm();
+        connection
+    }
+
+    /// The connection's number.
+    #[must_use]
+    pub fn id(&self) -> SessionId {
+        self.me.id()
+    }
+
+    /// Bytes from the client.
+    pub fn handle_input(&mut self, bytes: &[u8], pokes: &mut Pokes) {
+        self.now = self.service.engine.clock().now();
+        if matches!(self.phase, Phase::Closing(_) | Phase::Over) {
+            return;
+        }
+        if self.pending.is_empty() {
+            let used = self.execute(bytes, pokes);
+            self.pending.extend_from_slice(&bytes[used..]);
+        } else {
+            self.pending.extend_from_slice(bytes);
+            self.resume(pokes);
+        }
+        if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX {
+            tracing::warn!(peer = %self.peer, "too much input behind a blocking command");
+            self.phase = Phase::Over;
+        }
+        self.arm();
+    }
+
+    /// The client sends nothing more. What it has sent is executed; if something blocks, the client is taken
+    /// as gone.
+    pub fn handle_end_of_input(&mut self, pokes: &mut Pokes) {
+        self.now = self.service.engine.clock().now();
+        match self.phase {
+            Phase::Stranger | Phase::Ready => {
+                let waits = self.blocked.is_some_and(|(_, open)| open.place.is_some());
+                if waits || self.open.as_ref().is_some_and(|open| !open.is_empty()) {
+                    self.phase = Phase::Over;
+                } else {
+                    self.resume(pokes);
+                    self.close();
+                }
+            }
+            // Nobody waits for the pause after a failed authentication.
+            Phase::Closing(_) => self.phase = Phase::Over,
+            Phase::Over => {}
+        }
+        self.arm();
+    }
+
+    /// Handles what others left in the inbox.
+    pub fn handle_messages(&mut self, pokes: &mut Pokes) {
+        self.now = self.service.engine.clock().now();
+        let had_messages = self.print_messages();
+        if self.inbox.overflowed.load(Ordering::Relaxed) {
+            tracing::warn!(peer = %self.peer, "closed: it reads its pushes too slowly");
+            self.phase = Phase::Over;
+        } else if self.inbox.closing.swap(false, Ordering::Relaxed) {
+            self.close();
+        }
+        if had_messages {
+            self.resume(pokes);
+        }
+        self.arm();
+    }
+
+    /// An instant that [`Connection::next_deadline`] named may have come.
+    pub fn handle_time(&mut self) {
+        self.now = self.service.engine.clock().now();
+        let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= self.now);
+        if due(self.deadlines.write) {
+            tracing::debug!(peer = %self.peer, "closed: write timeout");
+            self.phase = Phase::Over;
+        }
+        match self.phase {
+            Phase::Stranger if due(self.deadlines.read) => self.refuse_stranger(),
+            Phase::Ready if due(self.deadlines.read) => {
+                self.reject(None, ParseError::READ_TIMEOUT);
+                self.close();
+            }
+            Phase::Ready if due(self.deadlines.idle) => {
+                self.respond(None, &Response::Error(ErrorCode::Error));
+                self.close();
+            }
+            Phase::Stranger | Phase::Ready | Phase::Closing(_) | Phase::Over => {}
+        }
+        self.arm();
+    }
+
+    /// The server is shutting down: waits end, and so does the connection if it had one.
+    pub fn handle_drain(&mut self, pokes: &mut Pokes) {
+        self.now = self.service.engine.clock().now();
+        let blocked = self.blocked.take();
+        let open = self.open.take().unwrap_or_default();
+        let mut waiting: Vec<_> = blocked.into_iter().chain(open).collect();
+        waiting.sort_by_key(|(request, _)| *request);
+        for (request, Open { place, .. }) in &waiting {
+            if let Some(place) = place {
+                self.service.engine.cancel(&self.me, *request, *place, pokes);
+            }
+            let number = self.number_of(*request);
+            self.respond(number, &Response::Error(ErrorCode::Draining));
+        }
+        if !waiting.is_empty() {
+            self.close();
+        }
+        self.arm();
+    }
+
+    /// Ends the session, or leaves it to be attached again. To be called once, when the connection is over.
+    pub fn end(&mut self, pokes: &mut Pokes) {
+        self.phase = Phase::Over;
+        let engine = Arc::clone(&self.service.engine);
+        let left = self.inbox.shut();
+        // What a numbered request of a kept session came to is told when it is repeated.
+        if !(self.kept && self.numbered) {
+            for (_, place, outcome) in self.unwritten.drain(..) {
+                engine.undo(place, &outcome, pokes);
+            }
+            for message in left {
+                if let Message::Reply(request, outcome) = message
+                    && let Some(Open { place: Some(place), .. }) = self.take_open(request)
+                {
+                    engine.undo(place, &outcome, pokes);
+                }
+            }
+            // Nobody could ever claim what comes of it; places taken by an enqueue stay.
+            if self.kept
+                && let Some((request, Open { place: Some(place), .. })) = self.blocked
+            {
+                engine.cancel(&self.me, request, place, pokes);
+            }
+        }
+        engine.close(&self.me, pokes);
+    }
+
+    /// Bytes to write.
+    #[must_use]
+    pub fn output(&self) -> &[u8] {
+        &self.output[self.written..]
+    }
+
+    /// So many bytes of the output are written.
+    pub fn handle_written(&mut self, count: usize) {
+        self.written += count;
+        self.deadlines.write_progress += count;
+        while self.unwritten.front().is_some_and(|(end, ..)| *end <= self.written) {
+            self.unwritten.pop_front();
+        }
+        if self.written == self.output.len() {
+            self.output.clear();
+            self.written = 0;
+            if self.pushes_printed > 0 {
+                self.inbox.pushes_written(self.pushes_printed);
+                self.pushes_printed = 0;
+            }
+        }
+        self.arm();
+    }
+
+    /// Gives the connection a buffer to print into, if it has none.
+    pub fn lend_output(&mut self, buffer: &mut Vec<u8>) {
+        if self.output.capacity() == 0 {
+            std::mem::swap(&mut self.output, buffer);
+        }
+    }
+
+    /// Takes an empty buffer back: an idle connection keeps none.
+    pub fn return_output(&mut self, buffer: &mut Vec<u8>) {
+        if self.output.is_empty() && buffer.capacity() == 0 {
+            std::mem::swap(&mut self.output, buffer);
+        }
+    }
+
+    /// Whether there are requests that only waited for output to be written.
+    pub fn has_more(&self) -> bool {
+        self.held_back && self.can_execute()
+    }
+
+    /// Executes what was held back.
+    pub fn handle_more(&mut self, pokes: &mut Pokes) {
+        self.now = self.service.engine.clock().now();
+        self.resume(pokes);
+        self.arm();
+    }
+
+    /// Whether input is wanted now. Without it TCP slows the client down.
+    #[must_use]
+    pub fn wants_input(&self) -> bool {
+        match self.phase {
+            Phase::Stranger | Phase::Ready => {
+                let making_text = self.blocked.is_some_and(|(_, open)| open.place.is_none());
+                !making_text && self.output().len() < OUTPUT_HIGH
+            }
+            // Read and dropped: closing with unread input would reset the connection and lose the last answer.
+            Phase::Closing(_) => true,
+            Phase::Over => false,
+        }
+    }
+
+    /// When [`Connection::handle_time`] should be called if nothing happens before.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        let closing = match self.phase {
+            Phase::Closing(at) if self.output().is_empty() => Some(at),
+            Phase::Stranger | Phase::Ready | Phase::Closing(_) | Phase::Over => None,
+        };
+        let Deadlines { read, idle, write, .. } = self.deadlines;
+        [read, idle, write, closing].into_iter().flatten().min()
+    }
+
+    /// Whether the socket can be closed.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        match self.phase {
+            Phase::Over => true,
+            Phase::Closing(at) => {
+                self.output().is_empty() && at <= self.service.engine.clock().now()
+            }
+            Phase::Stranger | Phase::Ready => false,
+        }
+    }
+
+    /// Whether the client should see an orderly end, not a reset.
+    #[must_use]
+    pub fn ends_orderly(&self) -> bool {
+        matches!(self.phase, Phase::Closing(_))
+    }
+
+    /// Executes the requests in the pending input.
+    fn resume(&mut self, pokes: &mut Pokes) {
+        if self.pending.is_empty() {
+            return;
+        }
+        let mut pending = std::mem::take(&mut self.pending);
+        let used = self.execute(&pending, pokes);
+        if used < pending.len() {
+            pending.drain(..used);
+            self.pending = pending;
+        }
+    }
+
+    /// Executes the requests at the start of `input` and returns how many bytes they had.
+    fn execute(&mut self, input: &[u8], pokes: &mut Pokes) -> usize {
+        let mut used = 0;
+        self.held_back = false;
+        while self.can_execute() {
+            match self.decoder.decode(&input[used..]) {
+                Decoded::Frame { frame, used: bytes } => {
+                    used += bytes;
+                    self.handle_frame(&frame, pokes);
+                    if pokes.is_urgent() {
+                        self.relieve(pokes);
+                    }
+                }
+                Decoded::Incomplete => break,
+                Decoded::TooLong { used: bytes, done } => {
+                    used += bytes;
+                    if done {
+                        self.handle_long_line();
+                    }
+                    break;
+                }
+            }
+        }
+        self.held_back = self.output().len() >= OUTPUT_HIGH;
+        if matches!(self.phase, Phase::Closing(_) | Phase::Over) { input.len() } else { used }
+    }
+
+    fn can_execute(&self) -> bool {
+        matches!(self.phase, Phase::Stranger | Phase::Ready)
+            && self.blocked.is_none()
+            && self.output().len() < OUTPUT_HIGH
+    }
+
+    /// Serves the readers of what this connection sends before their queues are full.
+    fn relieve(&mut self, pokes: &mut Pokes) {
+        pokes.run();
+        // It may be its own reader.
+        self.print_messages();
+    }
+
+    fn print_messages(&mut self) -> bool {
+        let messages = self.inbox.take();
+        let any = !messages.is_empty();
+        for message in messages {
+            match message {
+                Message::Reply(request, outcome) => self.answer_open(request, outcome),
+                Message::Text(request, text) => {
+                    if self.take_open(request).is_some() {
+                        self.respond(self.number_of(request), &Response::Value(&text));
+                    }
+                }
+                Message::Push(push) => {
+                    translate::push(&push).print(&mut self.output);
+                    self.pushes_printed += 1;
+                }
+            }
+        }
+        any
+    }
+
+    fn handle_frame(&mut self, frame: &Frame<'_>, pokes: &mut Pokes) {
+        self.deadlines.read_progress.0 += 1;
+        let op = Op::parse(frame.command);
+        if self.phase == Phase::Stranger {
+            return self.handle_stranger(op, frame);
+        }
+        if self.service.is_draining() {
+            self.respond(frame.number, &Response::Error(ErrorCode::Draining));
+            return self.close();
+        }
+        if self.numbered && frame.number.is_none() {
+            return self.reject(Some(0), ParseError::BAD_NUMBER);
+        }
+        let Some(op) = op else {
+            return self.reject(frame.number, ParseError::UNKNOWN_COMMAND);
+        };
+        tracing::debug!(
+            conn = self.me.id().0,
+            command = op.name(),
+            key = %frame.key.escape_ascii(),
+            "request"
+        );
+        match Request::parse(op, frame, self.unit) {
+            Ok(request) => self.handle_request(op, frame.number, &request, pokes),
+            Err(error) => self.reject(frame.number, error),
+        }
+    }
+
+    fn handle_stranger(&mut self, op: Option<Op>, frame: &Frame<'_>) {
+        let presented = match op.map(|op| (op, Request::parse(op, frame, self.unit))) {
+            Some((Op::Auth, Ok(Request::Auth { token }))) => Some(token),
+            _ => None,
+        };
+        // Compared in every case, so that the time it takes tells nothing.
+        let auth = self.service.auth.load();
+        let matches = auth.as_ref().is_none_or(|token| token.matches(presented.unwrap_or(b"")));
+        if !(matches && presented.is_some()) {
+            return self.refuse_stranger();
+        }
+        if self.service.is_draining() {
+            self.respond(None, &Response::Error(ErrorCode::Draining));
+            return self.close();
+        }
+        self.phase = Phase::Ready;
+        self.respond(None, &Response::Ok);
+    }
+
+    fn refuse_stranger(&mut self) {
+        tracing::warn!(peer = %self.peer, conn = self.me.id().0, "authentication failed");
+        self.respond(None, &Response::Error(ErrorCode::Auth));
+        self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+    }
+
+    fn handle_long_line(&mut self) {
+        if self.phase == Phase::Stranger {
+            return self.refuse_stranger();
+        }
+        let number = self.numbered.then_some(0);
+        self.reject(number, ParseError::LINE_TOO_LONG);
+        self.close();
+    }
+
+    fn handle_request(
+        &mut self,
+        op: Op,
+        number: Option<u64>,
+        request: &Request<'_>,
+        pokes: &mut Pokes,
+    ) {
+        let was_fresh = std::mem::replace(&mut self.fresh, false);
+        let id = self.request_id(number);
+        if let Some(open) = &self.open
+            && (open.len() >= OPEN_MAX || open.contains_key(&id) && !self.kept)
+        {
+            return self.respond(number, &Response::Error(ErrorCode::Error));
+        }
+        if let Request::ForceRelease { token, .. } | Request::EndSession { token, .. } = *request
+            && !self.is_admin(token)
+        {
+            tracing::warn!(peer = %self.peer, conn = self.me.id().0, "admin authentication failed");
+            self.respond(number, &Response::Error(ErrorCode::Auth));
+            self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+            return;
+        }
+        match translate::ask(request, rand::random) {
+            Asked::Command(command) => {
+                let place = undoable(&command).map(|key| self.service.engine.place(key));
+                self.audit(request);
+                let keep = self.kept && self.numbered;
+                match self.service.engine.submit(&self.me, id, keep, command, pokes) {
+                    Submitted::Done(outcome) => self.answer(op, number, place, outcome),
+                    Submitted::Later(place) => self.wait(id, op, Some(place)),
+                    Submitted::Gone => self.close(),
+                }
+            }
+            Asked::Query(query) => {
+                let outcome = self.service.engine.query(query);
+                self.answer(op, number, None, outcome);
+            }
+            Asked::NotHeld => self.respond(number, &Response::Error(ErrorCode::Error)),
+            Asked::Connection => self.handle_own(op, id, number, request, was_fresh, pokes),
+        }
+    }
+
+    /// Requests about the connection or the server.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "`translate::ask` names every request")]
+    fn handle_own(
+        &mut self,
+        op: Op,
+        id: RequestId,
+        number: Option<u64>,
+        request: &Request<'_>,
+        was_fresh: bool,
+        pokes: &mut Pokes,
+    ) {
+        let refused = Response::Error(ErrorCode::Error);
+        match *request {
+            Request::Ping | Request::Barrier => self.respond(number, &Response::Ok),
+            Request::StableRef { .. } => {
+                let first = !std::mem::replace(&mut self.has_reference, true);
+                self.respond(number, if first { &Response::Ok } else { &refused });
+            }
+            Request::Hello { name, ref words } => {
+                if was_fresh && !self.greeted {
+                    self.greet(number, name, words, pokes);
+                } else {
+                    self.respond(number, &refused);
+                }
+            }
+            Request::Stats => {
+                let asked = self.now.0;
+                self.make_text(id, op, move |service| service.stats(asked));
+            }
+            Request::Ls { prefix, limit, after } => {
+                let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
+                self.make_text(id, op, move |service| {
+                    report::ls(service, &prefix, after.as_deref(), limit).into()
+                });
+            }
+            Request::Inspect { key } => match report::inspect(&self.service, key) {
+                Some(text) => self.respond(number, &Response::Value(&text)),
+                None => self.respond(number, &Response::Nil),
+            },
+            Request::Cancel { number: cancelled } if self.numbered => {
+                let cancelled = RequestId(cancelled);
+                let open = self.open.as_ref().and_then(|open| open.get(&cancelled));
+                if let Some(&Open { place: Some(place), .. }) = open {
+                    self.service.engine.cancel(&self.me, cancelled, place, pokes);
+                }
+                self.respond(number, &Response::Ok);
+            }
+            Request::Ack { number: up_to } if self.numbered => {
+                let command = Command::Acknowledge { up_to: RequestId(up_to) };
+                if self.service.engine.submit(&self.me, id, false, command, pokes)
+                    == Submitted::Gone
+                {
+                    return self.close();
+                }
+                self.respond(number, &Response::Ok);
+            }
+            Request::EndSession { session, reason, .. } => {
+                let known = self.service.engine.kick(SessionId(session), pokes);
+                tracing::info!(
+                    audit = true,
+                    by = self.me.id().0,
+                    session,
+                    known,
+                    reason,
+                    "session ended by an operator"
+                );
+                self.respond(number, if known { &Response::Ok } else { &refused });
+            }
+            // `auth` when it is not due, `cancel` and `ack` without numbers.
+            _ => self.respond(number, &refused),
+        }
+    }
+
+    /// Agrees on features.
+    fn greet(&mut self, number: Option<u64>, name: &str, words: &[&str], pokes: &mut Pokes) {
+        self.me.set_label(name.to_owned());
+        let mut accepted = Vec::new();
+        if let Some(secret) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
+            let attached = parse_secret(secret)
+                .and_then(|secret| self.service.engine.attach(&self.me, secret, pokes));
+            let Some(attached) = attached else {
+                // Never a new session in place of the one asked for. The client may greet again.
+                self.fresh = true;
+                return self.respond(number, &Response::Error(ErrorCode::Error));
+            };
+            self.me = attached;
+            self.kept = true;
+            accepted.push(format!("attach={secret}"));
+        }
+        let mut numbered = false;
+        for &word in words {
+            match word {
+                "fence" => self.wishes.fence = true,
+                "lease-status" => self.wishes.lease_status = true,
+                "redirect" => {}
+                "ms" => self.unit = Unit::Millis,
+                "lost" => self.inbox.wants_lost.store(true, Ordering::Relaxed),
+                "mux" => numbered = true,
+                "keep" if !self.kept => {
+                    let secret = self.service.engine.keep(&self.me);
+                    self.kept = true;
+                    let digits: String =
+                        secret.0.iter().map(|byte| format!("{byte:02x}")).collect();
+                    accepted.push(format!("keep={digits}"));
+                    continue;
+                }
+                _ => continue,
+            }
+            accepted.push(word.to_owned());
+        }
+        self.greeted = true;
+        self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
+        if numbered {
+            self.numbered = true;
+            self.open = Some(HashMap::new());
+            self.decoder.set_numbered(true);
+        }
+    }
+
+    /// Lets another thread make the answer, because it takes a while.
+    fn make_text(
+        &mut self,
+        id: RequestId,
+        op: Op,
+        make: impl FnOnce(&Service) -> Arc<[u8]> + Send + 'static,
+    ) {
+        self.wait(id, op, None);
+        let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&self.inbox));
+        let me = self.me.clone();
+        (self.service.background)(Box::new(move || {
+            inbox.put(Message::Text(id, make(&service)));
+            me.poke();
+        }));
+    }
+
+    fn wait(&mut self, id: RequestId, op: Op, place: Option<Place>) {
+        let request = Open { op, place };
+        match &mut self.open {
+            Some(open) => {
+                open.insert(id, request);
+            }
+            None => self.blocked = Some((id, request)),
+        }
+    }
+
+    fn take_open(&mut self, id: RequestId) -> Option<Open> {
+        match &mut self.open {
+            Some(open) => open.remove(&id),
+            None => self.blocked.take_if(|(blocked, _)| *blocked == id).map(|(_, open)| open),
+        }
+    }
+
+    fn answer_open(&mut self, id: RequestId, outcome: Outcome) {
+        // Not there: it was asked on an earlier connection of this session and will be repeated.
+        if let Some(Open { op, place }) = self.take_open(id) {
+            self.answer(op, self.number_of(id), place, outcome);
+        }
+    }
+
+    fn answer(&mut self, op: Op, number: Option<u64>, place: Option<Place>, outcome: Outcome) {
+        let mut items = Vec::new();
+        let response = translate::respond(op, &outcome, self.wishes, &mut items);
+        response.print(self.unit, number, &mut self.output);
+        let lost_if_unwritten = match &outcome {
+            Outcome::Popped { .. } => true,
+            // Otherwise the end of the session releases it.
+            Outcome::Granted(_) | Outcome::Acquired(_) => {
+                !self.service.release_on_disconnect && !self.kept
+            }
+            Outcome::Done
+            | Outcome::Queued
+            | Outcome::Renewed { .. }
+            | Outcome::Timeout
+            | Outcome::Empty
+            | Outcome::Conflict
+            | Outcome::Number(_)
+            | Outcome::Value(_)
+            | Outcome::Written(_)
+            | Outcome::Items(_)
+            | Outcome::Compacted(_)
+            | Outcome::Refused(_) => false,
+        };
+        if lost_if_unwritten && let Some(place) = place {
+            self.unwritten.push_back((self.output.len(), place, outcome));
+        }
+    }
+
+    fn respond(&mut self, number: Option<u64>, response: &Response<'_>) {
+        response.print(self.unit, number, &mut self.output);
+    }
+
+    fn reject(&mut self, number: Option<u64>, error: ParseError) {
+        tracing::warn!(peer = %self.peer, code = error.code, text = error.text, "parse error");
+        self.respond(number, &Response::Error(ErrorCode::Error));
+    }
+
+    fn close(&mut self) {
+        if self.phase != Phase::Over {
+            self.phase = Phase::Closing(self.now);
+        }
+    }
+
+    fn is_admin(&self, token: &[u8]) -> bool {
+        self.service.admin.load().as_ref().is_some_and(|admin| admin.matches(token))
+    }
+
+    fn audit(&self, request: &Request<'_>) {
+        if let Request::ForceRelease { key, fence, reason, .. } = *request {
+            tracing::info!(
+                audit = true,
+                by = self.me.id().0,
+                key = %key.escape_ascii(),
+                fence,
+                reason,
+                "hold ended by an operator"
+            );
+        }
+    }
+
+    fn request_id(&mut self, number: Option<u64>) -> RequestId {
+        RequestId(number.unwrap_or_else(|| {
+            self.last_request += 1;
+            UNNUMBERED | self.last_request
+        }))
+    }
+
+    fn number_of(&self, id: RequestId) -> Option<u64> {
+        self.numbered.then_some(id.0)
+    }
+
+    /// Sets the time limits that fit the state.
+    fn arm(&mut self) {
+        let service = &self.service;
+        let reading = match self.phase {
+            Phase::Stranger => true,
+            Phase::Ready => !self.pending.is_empty() && self.blocked.is_none(),
+            Phase::Closing(_) | Phase::Over => false,
+        } && self.output().len() < OUTPUT_HIGH;
+        let progress = (self.deadlines.read_progress.0, self.decoder.lines_complete());
+        if !reading {
+            self.deadlines.read = None;
+        } else if self.deadlines.read.is_none() || self.deadlines.read_progress != progress {
+            self.deadlines.read = Some(self.now + service.read_timeout);
+        }
+        self.deadlines.read_progress = progress;
+
+        let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
+        let idle = self.phase == Phase::Ready
+            && self.pending.is_empty()
+            && self.blocked.is_none()
+            && !open
+            && self.output().is_empty();
+        match (service.idle_timeout, idle, self.deadlines.idle) {
+            (Some(timeout), true, None) => self.deadlines.idle = Some(self.now + timeout),
+            (_, true, _) => {}
+            (_, false, _) => self.deadlines.idle = None,
+        }
+
+        if self.output().is_empty() {
+            self.deadlines.write = None;
+        } else if self.deadlines.write.is_none() || self.deadlines.write_progress >= WRITE_PROGRESS
+        {
+            self.deadlines.write = service.write_timeout.map(|timeout| self.now + timeout);
+            self.deadlines.write_progress = 0;
+        }
+    }
+}
+
+/// The key of a command whose answer gives something away.
+fn undoable<'a>(command: &Command<'a>) -> Option<&'a [u8]> {
+    if let Command::Acquire { key, .. }
+    | Command::Enqueue { key, .. }
+    | Command::Wait { key, .. }
+    | Command::Pop { key, .. } = command
+    {
+        return Some(key);
+    }
+    None
+}
+
+fn parse_secret(digits: &str) -> Option<SessionSecret> {
+    if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    u128::from_str_radix(digits, 16).ok().map(|bits| SessionSecret(bits.to_be_bytes()))
+}

@@ -1,0 +1,450 @@
+//! `stats`, `inspect` and `ls`: the state as JSON. Labels are looked up and text is written after the
+//! shards have been left.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
+
+use dflockd_core::{
+    Bytes, ChannelView, HolderView, KeyKind, KeyView, Listed, LockKind, LockView, SessionId,
+    WaiterView,
+};
+use serde::Serialize;
+
+use crate::service::{Service, seconds};
+
+/// Holders and waiters shown per lock in `stats`.
+const STATS_EACH_MAX: usize = 32;
+/// The same in `inspect`.
+const INSPECT_EACH_MAX: usize = 1000;
+
+#[derive(Serialize)]
+struct Stats<'a> {
+    connections: usize,
+    locks: Vec<Lock<'a>>,
+    semaphores: Vec<Semaphore<'a>>,
+    rw_locks: Vec<ReadWrite<'a>>,
+    idle_locks: Vec<Idle<'a>>,
+    idle_semaphores: Vec<Idle<'a>>,
+    counters: Vec<Counter<'a>>,
+    kv_entries: Vec<Kv<'a>>,
+    lists: Vec<List<'a>>,
+    barriers: Vec<Barrier<'a>>,
+    signal_channels: Vec<SignalChannel<'a>>,
+    watch_channels: Vec<WatchChannel<'a>>,
+}
+
+#[derive(Serialize)]
+struct Lock<'a> {
+    key: Cow<'a, str>,
+    owner_conn_id: u64,
+    lease_expires_in_s: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fence: Option<String>,
+    waiters: u32,
+    #[serde(flatten)]
+    who: Who,
+}
+
+#[derive(Serialize)]
+struct Semaphore<'a> {
+    key: Cow<'a, str>,
+    limit: u32,
+    holders: u32,
+    waiters: u32,
+    held_by: Vec<Holder>,
+    #[serde(skip_serializing_if = "is_zero")]
+    held_by_more: u32,
+    queue: Vec<Waiter>,
+    #[serde(skip_serializing_if = "is_zero")]
+    queue_more: u32,
+}
+
+#[derive(Serialize)]
+struct ReadWrite<'a> {
+    key: Cow<'a, str>,
+    readers: u32,
+    writer: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fence: Option<String>,
+    waiters: u32,
+    #[serde(flatten)]
+    who: Who,
+}
+
+/// Who holds a lock and who waits for it; what does not fit is counted.
+#[derive(Serialize)]
+struct Who {
+    holders: Vec<Holder>,
+    #[serde(skip_serializing_if = "is_zero")]
+    holders_more: u32,
+    queue: Vec<Waiter>,
+    #[serde(skip_serializing_if = "is_zero")]
+    queue_more: u32,
+}
+
+#[derive(Serialize)]
+struct Holder {
+    conn: u64,
+    fence: String,
+    expires_in_s: f64,
+    held_s: f64,
+    client: String,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    writer: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    leader: bool,
+}
+
+#[derive(Serialize)]
+struct Waiter {
+    conn: u64,
+    waiting_s: f64,
+    client: String,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    writer: bool,
+}
+
+#[derive(Serialize)]
+struct Idle<'a> {
+    key: Cow<'a, str>,
+    idle_s: f64,
+}
+
+#[derive(Serialize)]
+struct Counter<'a> {
+    key: Cow<'a, str>,
+    value: i64,
+    idle_s: f64,
+}
+
+#[derive(Serialize)]
+struct Kv<'a> {
+    key: Cow<'a, str>,
+    value_len: usize,
+    /// Seconds left, 0 = for ever.
+    ttl: f64,
+    idle_s: f64,
+}
+
+#[derive(Serialize)]
+struct List<'a> {
+    key: Cow<'a, str>,
+    len: usize,
+    #[serde(skip_serializing_if = "is_none")]
+    pop_waiters: usize,
+    idle_s: f64,
+}
+
+#[derive(Serialize)]
+struct Barrier<'a> {
+    key: Cow<'a, str>,
+    count: u32,
+    participants: usize,
+    idle_s: f64,
+}
+
+#[derive(Serialize)]
+struct SignalChannel<'a> {
+    pattern: Cow<'a, str>,
+    #[serde(skip_serializing_if = "str::is_empty")]
+    group: Cow<'a, str>,
+    listeners: usize,
+}
+
+#[derive(Serialize)]
+struct WatchChannel<'a> {
+    pattern: Cow<'a, str>,
+    watchers: usize,
+}
+
+/// The answer to `stats`.
+pub(crate) fn stats(service: &Service) -> Vec<u8> {
+    let survey = service.engine.survey(STATS_EACH_MAX);
+    let mut labels = Labels { service, known: HashMap::new() };
+    let mut stats = Stats {
+        connections: service.connections.load(Ordering::Relaxed),
+        locks: Vec::new(),
+        semaphores: Vec::new(),
+        rw_locks: Vec::new(),
+        idle_locks: Vec::new(),
+        idle_semaphores: Vec::new(),
+        counters: Vec::new(),
+        kv_entries: Vec::new(),
+        lists: Vec::new(),
+        barriers: Vec::new(),
+        signal_channels: survey.signal_channels.iter().map(signal_channel).collect(),
+        watch_channels: Vec::new(),
+    };
+    for lock in &survey.locks {
+        stats.add_lock(lock, &mut labels);
+    }
+    stats.counters.extend(survey.counters.iter().map(|counter| Counter {
+        key: text(&counter.key),
+        value: counter.value,
+        idle_s: seconds(counter.idle),
+    }));
+    stats.kv_entries.extend(survey.kv.iter().map(|entry| Kv {
+        key: text(&entry.key),
+        value_len: entry.value_bytes,
+        ttl: entry.ttl.map_or(0.0, seconds),
+        idle_s: seconds(entry.idle),
+    }));
+    stats.lists.extend(survey.lists.iter().map(|list| List {
+        key: text(&list.key),
+        len: list.length,
+        pop_waiters: list.pop_waiters,
+        idle_s: seconds(list.idle),
+    }));
+    stats.barriers.extend(survey.barriers.iter().map(|barrier| Barrier {
+        key: text(&barrier.key),
+        count: barrier.count,
+        participants: barrier.participants,
+        idle_s: seconds(barrier.idle),
+    }));
+    stats.watch_channels.extend(survey.watch_channels.iter().map(|channel| WatchChannel {
+        pattern: text(&channel.pattern),
+        watchers: channel.sessions,
+    }));
+    json(&stats)
+}
+
+impl<'a> Stats<'a> {
+    fn add_lock(&mut self, lock: &'a LockView, labels: &mut Labels<'_>) {
+        let key = text(&lock.key);
+        let kind = KeyKind::of_lock(lock.space, lock.kind);
+        if let Some(idle) = lock.idle {
+            let idle = Idle { key, idle_s: seconds(idle) };
+            if kind == KeyKind::Semaphore {
+                self.idle_semaphores.push(idle);
+            } else {
+                self.idle_locks.push(idle);
+            }
+            return;
+        }
+        let first = lock.holders.first();
+        let fence = first.map(|holder| holder.fence.0.to_string());
+        let waiters = lock.waiters_total;
+        let who = labels.who(lock);
+        match (kind, lock.kind) {
+            (KeyKind::Semaphore, LockKind::Slots(limit)) => self.semaphores.push(Semaphore {
+                key,
+                limit,
+                holders: lock.holders_total,
+                waiters,
+                held_by: who.holders,
+                held_by_more: who.holders_more,
+                queue: who.queue,
+                queue_more: who.queue_more,
+            }),
+            (_, LockKind::ReadWrite) => {
+                let writer = first.is_some_and(|holder| holder.writer);
+                let readers = if writer { 0 } else { lock.holders_total };
+                self.rw_locks.push(ReadWrite { key, readers, writer, fence, waiters, who });
+            }
+            (_, LockKind::Slots(_)) => self.locks.push(Lock {
+                key,
+                owner_conn_id: first.map_or(0, |holder| holder.session.0),
+                lease_expires_in_s: first.map_or(0.0, |holder| seconds(holder.expires_in)),
+                fence,
+                waiters,
+                who,
+            }),
+        }
+    }
+}
+
+/// One of the things a key is.
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+enum Inspected<'a> {
+    Mutex(InspectedLock<'a>),
+    Semaphore(InspectedLock<'a>),
+    Rwlock(InspectedLock<'a>),
+    Counter { key: Cow<'a, str>, value: i64, idle_s: f64, revision: u64 },
+    Kv { key: Cow<'a, str>, value_len: usize, ttl: f64, idle_s: f64, revision: u64 },
+    List { key: Cow<'a, str>, len: usize, pop_waiters: usize, idle_s: f64, revision: u64 },
+    Barrier { key: Cow<'a, str>, count: u32, participants: usize, idle_s: f64 },
+}
+
+#[derive(Serialize)]
+struct InspectedLock<'a> {
+    key: Cow<'a, str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limit: Option<u32>,
+    holders_total: u32,
+    waiters: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    idle_s: Option<f64>,
+    revision: u64,
+    #[serde(flatten)]
+    who: Who,
+}
+
+#[derive(Serialize)]
+struct Inspection<'a> {
+    #[serde(flatten)]
+    first: Inspected<'a>,
+    /// What else the key is, in other namespaces.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    others: Vec<Inspected<'a>>,
+}
+
+/// The answer to `inspect`; none if nothing is known of the key.
+pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Vec<u8>> {
+    let views = service.engine.inspect(key, INSPECT_EACH_MAX);
+    let mut labels = Labels { service, known: HashMap::new() };
+    let mut all = views.iter().map(|view| match view {
+        KeyView::Lock(lock) => inspect_lock(lock, &mut labels),
+        KeyView::Counter(view) => Inspected::Counter {
+            key: text(&view.key),
+            value: view.value,
+            idle_s: seconds(view.idle),
+            revision: view.revision.0,
+        },
+        KeyView::Kv(view) => Inspected::Kv {
+            key: text(&view.key),
+            value_len: view.value_bytes,
+            ttl: view.ttl.map_or(0.0, seconds),
+            idle_s: seconds(view.idle),
+            revision: view.revision.0,
+        },
+        KeyView::List(view) => Inspected::List {
+            key: text(&view.key),
+            len: view.length,
+            pop_waiters: view.pop_waiters,
+            idle_s: seconds(view.idle),
+            revision: view.revision.0,
+        },
+        KeyView::Barrier(view) => Inspected::Barrier {
+            key: text(&view.key),
+            count: view.count,
+            participants: view.participants,
+            idle_s: seconds(view.idle),
+        },
+    });
+    let first = all.next()?;
+    Some(json(&Inspection { first, others: all.collect() }))
+}
+
+fn inspect_lock<'a>(lock: &'a LockView, labels: &mut Labels<'_>) -> Inspected<'a> {
+    let limit = match lock.kind {
+        LockKind::Slots(limit) => Some(limit),
+        LockKind::ReadWrite => None,
+    };
+    let inspected = InspectedLock {
+        key: text(&lock.key),
+        limit,
+        holders_total: lock.holders_total,
+        waiters: lock.waiters_total,
+        idle_s: lock.idle.map(seconds),
+        revision: lock.revision.0,
+        who: labels.who(lock),
+    };
+    if lock.kind == LockKind::ReadWrite {
+        Inspected::Rwlock(inspected)
+    } else if KeyKind::of_lock(lock.space, lock.kind) == KeyKind::Mutex {
+        Inspected::Mutex(inspected)
+    } else {
+        Inspected::Semaphore(inspected)
+    }
+}
+
+#[derive(Serialize)]
+struct ListedKey<'a> {
+    key: Cow<'a, str>,
+    kind: &'static str,
+    holders: usize,
+    waiters: usize,
+}
+
+/// The answer to `ls`.
+pub(crate) fn ls(service: &Service, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Vec<u8> {
+    let listed = service.engine.ls(prefix, after, limit);
+    let keys: Vec<_> = listed
+        .iter()
+        .map(|Listed { key, kind, holders, waiters }| ListedKey {
+            key: text(key),
+            kind: match kind {
+                KeyKind::Mutex => "mutex",
+                KeyKind::ReadWrite => "rwlock",
+                KeyKind::Semaphore => "semaphore",
+                KeyKind::Counter => "counter",
+                KeyKind::Kv => "kv",
+                KeyKind::List => "list",
+                KeyKind::Barrier => "barrier",
+            },
+            holders: *holders,
+            waiters: *waiters,
+        })
+        .collect();
+    json(&keys)
+}
+
+/// Names of sessions, each looked up once.
+struct Labels<'a> {
+    service: &'a Service,
+    known: HashMap<SessionId, String>,
+}
+
+impl Labels<'_> {
+    fn of(&mut self, session: SessionId) -> String {
+        let engine = &self.service.engine;
+        self.known.entry(session).or_insert_with(|| engine.label(session)).clone()
+    }
+
+    fn who(&mut self, lock: &LockView) -> Who {
+        let more = |total: u32, shown: usize| total - u32::try_from(shown).unwrap_or(total);
+        Who {
+            holders_more: more(lock.holders_total, lock.holders.len()),
+            queue_more: more(lock.waiters_total, lock.queue.len()),
+            holders: lock.holders.iter().map(|holder| self.holder(holder)).collect(),
+            queue: lock.queue.iter().map(|waiter| self.waiter(waiter)).collect(),
+        }
+    }
+
+    fn holder(&mut self, holder: &HolderView) -> Holder {
+        Holder {
+            conn: holder.session.0,
+            fence: holder.fence.0.to_string(),
+            expires_in_s: seconds(holder.expires_in),
+            held_s: seconds(holder.held_for),
+            client: self.of(holder.session),
+            writer: holder.writer,
+            leader: holder.leader,
+        }
+    }
+
+    fn waiter(&mut self, waiter: &WaiterView) -> Waiter {
+        Waiter {
+            conn: waiter.session.0,
+            waiting_s: seconds(waiter.waiting),
+            client: self.of(waiter.session),
+            writer: waiter.writer,
+        }
+    }
+}
+
+fn signal_channel(channel: &ChannelView) -> SignalChannel<'_> {
+    SignalChannel {
+        pattern: text(&channel.pattern),
+        group: text(&channel.group),
+        listeners: channel.sessions,
+    }
+}
+
+fn text(bytes: &Bytes) -> Cow<'_, str> {
+    String::from_utf8_lossy(bytes)
+}
+
+fn json(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).expect("plain data can be written")
+}
+
+fn is_zero(count: &u32) -> bool {
+    *count == 0
+}
+
+fn is_none(count: &usize) -> bool {
+    *count == 0
+}

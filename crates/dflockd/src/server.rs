@@ -1,0 +1,140 @@
+//! Starting and stopping: bind, serve, reload, drain.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::Context;
+use dflockd_engine::Clock;
+use rustls::ServerConfig;
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, mpsc};
+
+use crate::config::Config;
+use crate::service::Service;
+use crate::tcp::Peers;
+use crate::tls;
+
+/// How often memory that is only there for speed is given back.
+const TIDY: Duration = Duration::from_secs(10);
+
+/// What can be asked of a running server from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// Shut down in an orderly way; the second time at once.
+    Terminate,
+    /// Load certificate and tokens again.
+    Reload,
+}
+
+/// A server that is bound and serves.
+pub struct Running {
+    /// Where it listens.
+    pub address: SocketAddr,
+    service: Arc<Service>,
+    peers: Arc<Peers>,
+    config: Config,
+    stop_accepting: Arc<Notify>,
+}
+
+/// Binds and begins to serve.
+///
+/// # Errors
+///
+/// If a file can not be used or the address not bound.
+pub async fn run(config: Config) -> anyhow::Result<Running> {
+    let tls = load_tls(&config)?;
+    let background = |job: Box<dyn FnOnce() + Send>| {
+        tokio::task::spawn_blocking(job);
+    };
+    let service = Arc::new(Service::new(&config, Clock::system(), background)?);
+    let listener = TcpListener::bind((config.host.as_str(), config.port))
+        .await
+        .with_context(|| format!("cannot listen on {}:{}", config.host, config.port))?;
+    let address = listener.local_addr()?;
+    tracing::info!(addr = %address, tls = tls.is_some(), "listening");
+
+    service.engine.start()?;
+    let (max, per_address) = (config.max_connections, config.max_connections_per_ip);
+    let peers = Arc::new(Peers::new(Arc::clone(&service), tls, max, per_address));
+    let stop_accepting = Arc::new(Notify::new());
+    tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
+    tokio::spawn(tidy(Arc::clone(&service)));
+    Ok(Running { address, service, peers, config, stop_accepting })
+}
+
+impl Running {
+    /// Serves until told to terminate and all connections are gone, or the time for that is over.
+    pub async fn serve(self, mut signals: mpsc::UnboundedReceiver<Signal>) {
+        while let Some(signal) = signals.recv().await {
+            match signal {
+                Signal::Reload => self.reload(),
+                Signal::Terminate => break,
+            }
+        }
+        self.drain(&mut signals).await;
+        self.service.engine.stop();
+    }
+
+    fn reload(&self) {
+        match load_tls(&self.config) {
+            Ok(tls) => self.peers.tls.store(tls),
+            Err(error) => tracing::error!(error = format!("{error:#}"), "certificate not reloaded"),
+        }
+        match self.config.reload_auth_token() {
+            Ok(token) => self.service.auth.store(token.map(Arc::new)),
+            Err(error) => tracing::error!(%error, "auth token not reloaded"),
+        }
+        match self.config.reload_admin_token() {
+            Ok(token) => self.service.admin.store(token.map(Arc::new)),
+            Err(error) => tracing::error!(%error, "admin token not reloaded"),
+        }
+        tracing::info!("reloaded");
+    }
+
+    async fn drain(&self, signals: &mut mpsc::UnboundedReceiver<Signal>) {
+        tracing::info!(connections = self.peers.count(), "shutting down");
+        self.service.draining.store(true, Ordering::SeqCst);
+        self.stop_accepting.notify_one();
+        self.peers.drain();
+        let timeout = self.config.shutdown_timeout;
+        let time_is_up = async {
+            if timeout.is_zero() {
+                std::future::pending().await
+            } else {
+                tokio::time::sleep(timeout).await;
+            }
+        };
+        let second = async {
+            while let Some(signal) = signals.recv().await {
+                if signal == Signal::Terminate {
+                    return;
+                }
+            }
+            std::future::pending().await
+        };
+        tokio::select! {
+            () = self.peers.gone() => return,
+            () = time_is_up => tracing::warn!(connections = self.peers.count(), "forced close"),
+            () = second => tracing::warn!(connections = self.peers.count(), "second signal"),
+        }
+        self.peers.close();
+        // Each closes in its own task; whoever does not within this goes with the process.
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.peers.gone()).await;
+    }
+}
+
+fn load_tls(config: &Config) -> anyhow::Result<Option<Arc<ServerConfig>>> {
+    match (&config.tls_cert, &config.tls_key) {
+        (Some(cert), Some(key)) => tls::load(cert, key).map(Some),
+        _ => Ok(None),
+    }
+}
+
+async fn tidy(service: Arc<Service>) {
+    loop {
+        tokio::time::sleep(TIDY).await;
+        service.forget_stats();
+    }
+}

@@ -1,0 +1,145 @@
+//! What all connections share: the engine, the settings they look at, the tokens, the drain.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwapOption;
+use dflockd_core::{Limits, Shared, Span};
+use dflockd_engine::{Clock, Engine, FenceFile, Fences, Options};
+use parking_lot::Mutex;
+
+use crate::config::{Config, GrantDelay, Secret};
+use crate::report;
+
+/// Runs a job that takes a while on a thread that may be busy.
+pub(crate) type Background = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
+
+/// What all connections share.
+pub struct Service {
+    /// The state.
+    pub engine: Arc<Engine>,
+    /// How many line-protocol connections there are.
+    pub connections: AtomicUsize,
+    pub(crate) auth: ArcSwapOption<Secret>,
+    pub(crate) admin: ArcSwapOption<Secret>,
+    pub(crate) draining: AtomicBool,
+    pub(crate) read_timeout: Span,
+    pub(crate) write_timeout: Option<Span>,
+    pub(crate) idle_timeout: Option<Span>,
+    pub(crate) wire_fence: bool,
+    pub(crate) release_on_disconnect: bool,
+    pub(crate) value_bytes_max: usize,
+    pub(crate) background: Background,
+    stats: Mutex<Option<Stats>>,
+}
+
+/// A finished `stats` text and when it was begun.
+struct Stats {
+    begun: u64,
+    text: Arc<[u8]>,
+}
+
+impl Service {
+    /// Builds the state for a configuration.
+    ///
+    /// # Errors
+    ///
+    /// If the fence state file can not be used.
+    pub fn new(
+        config: &Config,
+        clock: Clock,
+        background: impl Fn(Box<dyn FnOnce() + Send>) + Send + Sync + 'static,
+    ) -> anyhow::Result<Self> {
+        let file = config.fence_state_file.as_ref().map(FenceFile::open).transpose()?;
+        let shared = Arc::new(Shared::new());
+        let fences = Fences::new(Arc::clone(&shared), file)?;
+        let grant_delay = match config.startup_grant_delay {
+            GrantDelay::Seconds(seconds) => Span::from_secs(seconds),
+            GrantDelay::Auto => fences.lease_max(),
+        };
+        if grant_delay > Span::ZERO {
+            let seconds = seconds(grant_delay);
+            tracing::info!(seconds, "grants begin after the start-up delay");
+        }
+        let engine = Engine::new(Options {
+            limits: limits(config),
+            release_on_disconnect: config.auto_release_on_disconnect,
+            grant_delay,
+            sweep_interval: config.lease_sweep_interval,
+            shared,
+            fences,
+            clock,
+        });
+        Ok(Self {
+            engine: Arc::new(engine),
+            connections: AtomicUsize::new(0),
+            auth: ArcSwapOption::from_pointee(config.auth_token.clone()),
+            admin: ArcSwapOption::from_pointee(config.admin_token.clone()),
+            draining: AtomicBool::new(false),
+            read_timeout: span(config.read_timeout),
+            write_timeout: some(config.write_timeout),
+            idle_timeout: some(config.idle_timeout),
+            wire_fence: config.wire_fence,
+            release_on_disconnect: config.auto_release_on_disconnect,
+            value_bytes_max: usize::try_from(config.max_value_bytes)?,
+            background: Box::new(background),
+            stats: Mutex::new(None),
+        })
+    }
+
+    /// Whether the server is shutting down.
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// The text of `stats`, as of now or later. One is built at a time; whoever asked before it was begun shares it.
+    pub(crate) fn stats(&self, asked: u64) -> Arc<[u8]> {
+        let mut latest = self.stats.lock();
+        if let Some(stats) = &*latest
+            && stats.begun > asked
+        {
+            return Arc::clone(&stats.text);
+        }
+        let begun = self.engine.clock().now().0;
+        let text: Arc<[u8]> = report::stats(self).into();
+        *latest = Some(Stats { begun, text: Arc::clone(&text) });
+        text
+    }
+
+    /// Forgets the last `stats` text if nobody asked for a while, so that it does not stay in memory for ever.
+    pub(crate) fn forget_stats(&self) {
+        if let Some(mut latest) = self.stats.try_lock() {
+            *latest = None;
+        }
+    }
+}
+
+fn limits(config: &Config) -> Limits {
+    Limits {
+        locks_max: config.max_locks,
+        keys_max: config.max_keys,
+        list_length_max: config.max_list_length,
+        waiters_max: config.max_waiters,
+        subscriptions_max: config.max_subscriptions,
+        value_bytes_max: config.max_value_bytes,
+        default_lease: span(config.default_lease_ttl),
+        idle_max: span(config.gc_max_idle),
+        gc_interval: span(config.gc_interval),
+        shared_namespace: config.shared_key_namespace,
+        kv_idle_gc: config.kv_idle_gc,
+        ..Limits::default()
+    }
+}
+
+pub(crate) fn span(duration: Duration) -> Span {
+    Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+}
+
+pub(crate) fn seconds(span: Span) -> f64 {
+    Duration::from_nanos(span.0).as_secs_f64()
+}
+
+fn some(duration: Duration) -> Option<Span> {
+    (!duration.is_zero()).then(|| span(duration))
+}

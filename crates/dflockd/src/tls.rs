@@ -1,0 +1,232 @@
+//! The TLS settings of the server, from two PEM files.
+//!
+//! Knows files and rustls, no sockets. TLS 1.2 and 1.3, no client certificates, no application
+//! protocols.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use rustls::crypto::ring;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{Error, ServerConfig};
+
+/// Loads the certificate chain (the server's own certificate first) and the private key that
+/// belongs to it.
+pub fn load(cert: &Path, key: &Path) -> Result<Arc<ServerConfig>> {
+    let chain = read_chain(cert)
+        .with_context(|| format!("cannot read the TLS certificate {}", cert.display()))?;
+    let private_key =
+        read_key(key).with_context(|| format!("cannot read the TLS key {}", key.display()))?;
+
+    // The provider is named, not taken from the process: a library that is linked in later and
+    // brings another one must not change what the server speaks, or make the choice ambiguous.
+    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .context("the cryptography provider lacks TLS 1.2 and 1.3")?
+        .with_no_client_auth()
+        .with_single_cert(chain, private_key);
+    match config {
+        Ok(config) => Ok(Arc::new(config)),
+        Err(Error::InconsistentKeys(_)) => bail!(
+            "the TLS key {} does not belong to the certificate {}",
+            key.display(),
+            cert.display()
+        ),
+        Err(error) => Err(error).with_context(|| {
+            format!("cannot use the TLS certificate {} with key {}", cert.display(), key.display())
+        }),
+    }
+}
+
+fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
+    let chain = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+        .map_err(readable)?;
+    if chain.is_empty() {
+        bail!("no certificate in PEM form found");
+    }
+    Ok(chain)
+}
+
+fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
+    match PrivateKeyDer::from_pem_file(path) {
+        Ok(key) => Ok(key),
+        Err(pem::Error::NoItemsFound) => {
+            bail!("no private key in PEM form found (encrypted keys are not supported)")
+        }
+        Err(error) => Err(readable(error)),
+    }
+}
+
+/// Lets an error of the system speak for itself, without a wrapper around it.
+fn readable(error: pem::Error) -> anyhow::Error {
+    if let pem::Error::Io(error) = error { error.into() } else { error.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use rcgen::{CertificateParams, KeyPair};
+    use rustls::pki_types::ServerName;
+    use rustls::version::{TLS12, TLS13};
+    use rustls::{
+        ClientConfig, ClientConnection, ProtocolVersion, RootCertStore, ServerConnection,
+        SupportedProtocolVersion,
+    };
+
+    use super::*;
+
+    /// A directory with a certificate and its key.
+    struct Pair {
+        dir: PathBuf,
+        cert_pem: String,
+        key_pem: String,
+    }
+
+    impl Pair {
+        fn new() -> Self {
+            static COUNT: AtomicU32 = AtomicU32::new(0);
+            let number = COUNT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("dflockd-tls-{}-{number}", std::process::id());
+            let dir = std::env::temp_dir().join(name);
+            std::fs::create_dir(&dir).unwrap();
+            let key = KeyPair::generate().unwrap();
+            let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+            let cert_pem = params.self_signed(&key).unwrap().pem();
+            Self { dir, cert_pem, key_pem: key.serialize_pem() }
+        }
+
+        fn file(&self, name: &str, content: &str) -> PathBuf {
+            let path = self.dir.join(name);
+            std::fs::write(&path, content).unwrap();
+            path
+        }
+
+        fn load(&self, cert: &str, key: &str) -> Result<Arc<ServerConfig>> {
+            load(&self.file("cert.pem", cert), &self.file("key.pem", key))
+        }
+
+        /// The message of the refusal, with DIR for the directory.
+        fn refusal(&self, cert: &str, key: &str) -> String {
+            let error = self.load(cert, key).unwrap_err();
+            format!("{error:#}").replace(self.dir.to_str().unwrap(), "DIR")
+        }
+    }
+
+    impl Drop for Pair {
+        fn drop(&mut self) {
+            std::fs::remove_dir_all(&self.dir).unwrap();
+        }
+    }
+
+    /// A handshake in memory; gives the version that both agree on.
+    fn handshake(
+        server: Arc<ServerConfig>,
+        pair: &Pair,
+        versions: &[&'static SupportedProtocolVersion],
+    ) -> Option<ProtocolVersion> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(pair.cert_pem.as_bytes()).unwrap()).unwrap();
+        let client = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_protocol_versions(versions)
+            .unwrap()
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let name = ServerName::try_from("localhost").unwrap();
+        let mut client = ClientConnection::new(Arc::new(client), name).unwrap();
+        let mut server = ServerConnection::new(server).unwrap();
+        while client.is_handshaking() || server.is_handshaking() {
+            let mut bytes = Vec::new();
+            while client.wants_write() {
+                client.write_tls(&mut bytes).unwrap();
+            }
+            server.read_tls(&mut &bytes[..]).unwrap();
+            server.process_new_packets().unwrap();
+            bytes.clear();
+            while server.wants_write() {
+                server.write_tls(&mut bytes).unwrap();
+            }
+            client.read_tls(&mut &bytes[..]).unwrap();
+            client.process_new_packets().unwrap();
+        }
+        assert_eq!(server.alpn_protocol(), None);
+        assert!(server.peer_certificates().is_none());
+        server.protocol_version()
+    }
+
+    #[test]
+    fn both_versions() {
+        let pair = Pair::new();
+        let server = pair.load(&pair.cert_pem, &pair.key_pem).unwrap();
+        assert!(server.alpn_protocols.is_empty());
+        for (versions, agreed) in [
+            (&[&TLS12, &TLS13][..], ProtocolVersion::TLSv1_3),
+            (&[&TLS13], ProtocolVersion::TLSv1_3),
+            (&[&TLS12], ProtocolVersion::TLSv1_2),
+        ] {
+            assert_eq!(handshake(server.clone(), &pair, versions), Some(agreed));
+        }
+    }
+
+    #[test]
+    fn chain_and_text_around_it() {
+        let (pair, other) = (Pair::new(), Pair::new());
+        let chain = format!("# ours\n{}\nissuer\n{}", pair.cert_pem, other.cert_pem);
+        assert_eq!(read_chain(&pair.file("chain", &chain)).unwrap().len(), 2);
+        // One file for both is common too.
+        let both = format!("{}{chain}", pair.key_pem);
+        pair.load(&both, &both).unwrap();
+    }
+
+    #[test]
+    fn foreign_key_is_refused() {
+        let (pair, other) = (Pair::new(), Pair::new());
+        assert_eq!(
+            pair.refusal(&pair.cert_pem, &other.key_pem),
+            "the TLS key DIR/key.pem does not belong to the certificate DIR/cert.pem"
+        );
+        // The server's own certificate stands first.
+        let chain = format!("{}{}", other.cert_pem, pair.cert_pem);
+        assert!(pair.refusal(&chain, &pair.key_pem).contains("does not belong"));
+    }
+
+    #[test]
+    fn unusable_files_are_named() {
+        let pair = Pair::new();
+        let cert_start = "cannot read the TLS certificate DIR/cert.pem: ";
+        let key_start = "cannot read the TLS key DIR/key.pem: ";
+        for cert in ["", "nonsense", &pair.key_pem] {
+            assert_eq!(
+                pair.refusal(cert, &pair.key_pem),
+                format!("{cert_start}no certificate in PEM form found")
+            );
+        }
+        let encrypted = pair.key_pem.replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY");
+        for key in ["", "nonsense", &pair.cert_pem, &encrypted] {
+            assert_eq!(
+                pair.refusal(&pair.cert_pem, key),
+                format!(
+                    "{key_start}no private key in PEM form found (encrypted keys are not supported)"
+                )
+            );
+        }
+        let cut = &pair.cert_pem[..100];
+        assert!(pair.refusal(cut, &pair.key_pem).starts_with(cert_start));
+        let cut = &pair.key_pem[..60];
+        assert!(pair.refusal(&pair.cert_pem, cut).starts_with(key_start));
+        let hollow = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+        let error = pair.refusal(hollow, &pair.key_pem);
+        assert!(error.starts_with("cannot use the TLS certificate DIR/cert.pem"), "{error}");
+        let hollow = "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n";
+        let error = pair.refusal(&pair.cert_pem, hollow);
+        assert!(error.starts_with("cannot use the TLS certificate DIR/cert.pem"), "{error}");
+
+        let missing = pair.dir.join("missing");
+        let error = format!("{:#}", load(&missing, &missing).unwrap_err());
+        assert!(error.contains("missing: ") && error.contains("os error 2"), "{error}");
+    }
+}

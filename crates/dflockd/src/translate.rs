@@ -1,0 +1,268 @@
+//! The one file that knows both the wire and the core: requests to commands, outcomes to responses.
+
+use std::time::Duration;
+
+use dflockd_core as core;
+use dflockd_core::{
+    Command, Event, Expect, Fence, LeaderEvent, LostReason, Outcome, Query, Refusal, Subscription,
+};
+use dflockd_wire::{End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText};
+
+use crate::service::span;
+
+/// What a request asks of the engine.
+pub(crate) enum Asked<'a> {
+    Command(Command<'a>),
+    Query(Query<'a>),
+    /// It names a token that nobody can hold.
+    NotHeld,
+    /// It is for the connection itself.
+    Connection,
+}
+
+pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Asked<'a> {
+    let command = match *request {
+        Request::Acquire { mode, key, wait, lease } => Command::Acquire {
+            key,
+            mode: mode_of(mode),
+            wait: span(wait),
+            lease: lease.map(span),
+            salt: salt(),
+        },
+        Request::Enqueue { mode, key, lease } => {
+            Command::Enqueue { key, mode: mode_of(mode), lease: lease.map(span), salt: salt() }
+        }
+        Request::Wait { space, key, wait } => {
+            Command::Wait { key, space: space_of(space), wait: span(wait) }
+        }
+        Request::Release { space, key, token, resign } => {
+            let Some(token) = token_of(token) else { return Asked::NotHeld };
+            Command::Release { key, space: space_of(space), token, resign }
+        }
+        Request::Renew { space, key, token, lease } => {
+            let Some(token) = token_of(token) else { return Asked::NotHeld };
+            Command::Renew { key, space: space_of(space), token, lease: lease.map(span) }
+        }
+        Request::Add { key, delta, decrement } => Command::Add { key, delta, decrement },
+        Request::CounterSet { key, value } => Command::CounterSet { key, value },
+        Request::KvSet { key, value, ttl } => Command::KvSet { key, value, ttl: ttl.map(span) },
+        Request::KvDelete { key } => Command::KvDelete { key },
+        Request::KvCompareAndSet { key, old, new, ttl } => Command::KvCompareAndSet {
+            key,
+            expect: old.map_or(Expect::Absent, Expect::Value),
+            value: new,
+            ttl: ttl.map(span),
+        },
+        Request::Push { key, end, value } => Command::Push { key, end: end_of(end), value },
+        Request::Pop { key, end } => Command::Pop { key, end: end_of(end), wait: None },
+        Request::BlockingPop { key, end, wait } => {
+            Command::Pop { key, end: end_of(end), wait: Some(span(wait)) }
+        }
+        Request::BarrierWait { key, count, wait } => {
+            Command::BarrierWait { key, count, wait: span(wait) }
+        }
+        Request::Signal { channel, payload } => Command::Signal { channel, payload },
+        Request::Listen { pattern, group } => {
+            Command::Subscribe(Subscription::Signals { pattern, group })
+        }
+        Request::Unlisten { pattern, group } => {
+            Command::Unsubscribe(Subscription::Signals { pattern, group })
+        }
+        Request::Watch { pattern } => {
+            Command::Subscribe(Subscription::Changes { pattern, from: None })
+        }
+        Request::Unwatch { pattern } => {
+            Command::Unsubscribe(Subscription::Changes { pattern, from: None })
+        }
+        Request::Observe { key } => Command::Subscribe(Subscription::Leaders { key }),
+        Request::Unobserve { key } => Command::Unsubscribe(Subscription::Leaders { key }),
+        Request::CounterGet { key } => return Asked::Query(Query::Counter { key }),
+        Request::KvGet { key } => return Asked::Query(Query::Kv { key }),
+        Request::Length { key } => return Asked::Query(Query::Length { key }),
+        Request::Range { key, start, stop } => {
+            return Asked::Query(Query::Range { key, start, stop });
+        }
+        Request::ForceRelease { key, space, fence, .. } => {
+            Command::ForceRelease { key, space: space_of(space), fence: Fence(fence) }
+        }
+        Request::Auth { .. }
+        | Request::Ping
+        | Request::Stats
+        | Request::Barrier
+        | Request::StableRef { .. }
+        | Request::Hello { .. }
+        | Request::Cancel { .. }
+        | Request::Ack { .. }
+        | Request::Inspect { .. }
+        | Request::Ls { .. }
+        | Request::EndSession { .. } => return Asked::Connection,
+    };
+    Asked::Command(command)
+}
+
+/// How a connection wants its answers.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Wishes {
+    /// The fence as a field of its own, also where old clients would not expect it.
+    pub(crate) fence: bool,
+    /// The reason why a renewal failed, likewise.
+    pub(crate) lease_status: bool,
+}
+
+/// What a client is told. `items` is where the text of a listing is kept while it is printed.
+pub(crate) fn respond<'a>(
+    op: Op,
+    outcome: &'a Outcome,
+    wishes: Wishes,
+    items: &'a mut Vec<u8>,
+) -> Response<'a> {
+    let fence = |fence: Fence| (wishes.fence || always_has_fence(op)).then_some(fence.0);
+    match outcome {
+        Outcome::Done => Response::Ok,
+        Outcome::Granted(grant) => Response::Granted {
+            token: text_of(grant.token),
+            lease: duration(grant.lease),
+            fence: fence(grant.token.fence),
+        },
+        Outcome::Acquired(grant) => Response::Acquired {
+            token: text_of(grant.token),
+            lease: duration(grant.lease),
+            fence: fence(grant.token.fence),
+        },
+        Outcome::Renewed { fence: renewed, lease } => {
+            Response::Renewed { remaining: duration(*lease), fence: fence(*renewed) }
+        }
+        Outcome::Queued => Response::Queued,
+        Outcome::Timeout => Response::Timeout,
+        Outcome::Empty => Response::Nil,
+        Outcome::Conflict => Response::CasConflict,
+        Outcome::Number(number) => Response::Number(*number),
+        Outcome::Value(value) | Outcome::Popped { value, .. } => Response::Value(value),
+        Outcome::Written(_) => Response::Ok,
+        Outcome::Items(values) => {
+            json_array(values, items);
+            Response::Value(items)
+        }
+        Outcome::Compacted(_) => Response::Error(ErrorCode::Error),
+        Outcome::Refused(refusal) => Response::Error(error_code(op, *refusal, wishes)),
+    }
+}
+
+fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
+    match refusal {
+        Refusal::MaxLocks => ErrorCode::MaxLocks,
+        Refusal::MaxWaiters => ErrorCode::MaxWaiters,
+        Refusal::MaxKeys => ErrorCode::MaxKeys,
+        Refusal::ListFull => ErrorCode::ListFull,
+        Refusal::LimitMismatch => ErrorCode::LimitMismatch,
+        Refusal::TypeMismatch => ErrorCode::TypeMismatch,
+        Refusal::CountMismatch => ErrorCode::BarrierCountMismatch,
+        Refusal::AlreadyEnqueued => ErrorCode::AlreadyEnqueued,
+        Refusal::NotEnqueued => ErrorCode::NotEnqueued,
+        Refusal::LeaseExpired if matches!(op, Op::N | Op::Sn) && !wishes.lease_status => {
+            ErrorCode::Error
+        }
+        Refusal::LeaseExpired => ErrorCode::LeaseExpired,
+        Refusal::Forgotten => ErrorCode::Unknown,
+        Refusal::ValueTooLarge
+        | Refusal::MaxSubscriptions
+        | Refusal::AlreadyWaiting
+        | Refusal::NotHeld
+        | Refusal::Overflow
+        | Refusal::BadPattern
+        | Refusal::NoFence => ErrorCode::Error,
+    }
+}
+
+pub(crate) fn push(push: &core::Push) -> Push<'_> {
+    match push {
+        core::Push::Signal { channel, payload } => Push::Signal { channel, payload },
+        core::Push::Change(change) => {
+            Push::Watch { event: event_name(change.event), key: &change.key }
+        }
+        core::Push::Leader { event, key } => {
+            let event = match event {
+                LeaderEvent::Elected => "elected",
+                LeaderEvent::Resigned => "resigned",
+                LeaderEvent::Failover => "failover",
+            };
+            Push::Leader { event, key }
+        }
+        core::Push::Lost { key, fence, reason } => {
+            let reason = match reason {
+                LostReason::Expired => "expired",
+                LostReason::Forced => "forced",
+                LostReason::Session => "session",
+            };
+            Push::Lost { key, fence: fence.0, reason }
+        }
+    }
+}
+
+fn event_name(event: Event) -> &'static str {
+    match event {
+        Event::Acquire => "acquire",
+        Event::Release => "release",
+        Event::Elect => "elect",
+        Event::Resign => "resign",
+        Event::Incr => "incr",
+        Event::Decr => "decr",
+        Event::Cset => "cset",
+        Event::Kset => "kset",
+        Event::Kdel => "kdel",
+        Event::Kcas => "kcas",
+        Event::Lpush => "lpush",
+        Event::Rpush => "rpush",
+        Event::Lpop => "lpop",
+        Event::Rpop => "rpop",
+        Event::Blpop => "blpop",
+        Event::Brpop => "brpop",
+    }
+}
+
+/// The commands that came with fences; the older ones have clients that count fields.
+fn always_has_fence(op: Op) -> bool {
+    matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Rn | Op::Wn | Op::Elect)
+}
+
+fn json_array(values: &[core::Bytes], out: &mut Vec<u8>) {
+    let values: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
+    serde_json::to_writer(out, &values).expect("strings can be written to memory");
+}
+
+fn mode_of(mode: Mode) -> core::Mode {
+    match mode {
+        Mode::Mutex => core::Mode::Mutex,
+        Mode::Election => core::Mode::Election,
+        Mode::Semaphore { limit } => core::Mode::Semaphore { limit },
+        Mode::Read => core::Mode::Read,
+        Mode::Write => core::Mode::Write,
+    }
+}
+
+fn space_of(space: Space) -> core::Space {
+    match space {
+        Space::Locks => core::Space::Locks,
+        Space::Semaphores => core::Space::Semaphores,
+    }
+}
+
+fn end_of(end: End) -> core::End {
+    match end {
+        End::Left => core::End::Left,
+        End::Right => core::End::Right,
+    }
+}
+
+fn token_of(text: &[u8]) -> Option<core::Token> {
+    let (fence, salt) = TokenText::parse(text)?;
+    Some(core::Token { fence: Fence(fence), salt })
+}
+
+fn text_of(token: core::Token) -> TokenText {
+    TokenText::from_parts(token.fence.0, token.salt)
+}
+
+fn duration(span: core::Span) -> Duration {
+    Duration::from_nanos(span.0)
+}
