@@ -195,7 +195,8 @@ impl Store {
         request: RequestId,
         outcome: &Outcome,
     ) {
-        if let Some(owner) = self.sessions.get_mut(&session)
+        if request.is_repeatable()
+            && let Some(owner) = self.sessions.get_mut(&session)
             && let Some(results) = &mut owner.results
         {
             results.keep(request, outcome, &self.limits);

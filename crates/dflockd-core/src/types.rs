@@ -59,6 +59,17 @@ pub struct SessionId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
 
+impl RequestId {
+    /// Numbers from here on are given by the server's side. The client does not know them and can not repeat them.
+    pub const UNREPEATABLE: u64 = 1 << 63;
+
+    /// Whether the client could repeat the request.
+    #[must_use]
+    pub fn is_repeatable(self) -> bool {
+        self.0 < Self::UNREPEATABLE
+    }
+}
+
 /// The number of a grant. Larger means later; comparable per key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Fence(pub u64);

@@ -189,11 +189,12 @@ impl Engine {
         }
     }
 
-    /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before.
+    /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before. A connection
+    /// may do this for its own requests even after the session was attached elsewhere.
     pub fn cancel(&self, by: &Attachment, request: RequestId, place: Place, pokes: &mut Pokes) {
-        // The request of the cancel itself must not be that of the cancelled one: it is answered at once.
+        // A number no request has: the cancelled one must be answered through the sink.
         let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
-        self.apply(place.0, Some(by), caller, Command::Cancel { request }, pokes);
+        self.apply(place.0, None, caller, Command::Cancel { request }, pokes);
     }
 
     /// Gives back what could not be told to the one who asked for it.
@@ -535,16 +536,21 @@ impl Engine {
                     return;
                 };
                 let state = session.state.lock();
-                match &state.sink {
+                let told = match &state.sink {
                     Some(sink) => match sink.reply(request, outcome.clone()) {
-                        Pushed::First | Pushed::Urgent => pokes.add(sink),
-                        Pushed::Behind => {}
-                        Pushed::Full | Pushed::Gone if state.secret.is_some() => {}
-                        Pushed::Full | Pushed::Gone => aftermath.undo.push(outcome),
+                        Pushed::First | Pushed::Urgent => {
+                            pokes.add(sink);
+                            true
+                        }
+                        Pushed::Behind => true,
+                        Pushed::Full | Pushed::Gone => false,
                     },
-                    // A kept session finds its answer, or at least its hold, when it attaches.
-                    None if state.secret.is_some() => {}
-                    None => aftermath.undo.push(outcome),
+                    None => false,
+                };
+                // A kept session gets its answer when it repeats the request.
+                let can_ask_again = state.secret.is_some() && request.is_repeatable();
+                if !told && !can_ask_again {
+                    aftermath.undo.push(outcome);
                 }
             }
             Effect::Push { session, push, group } => {

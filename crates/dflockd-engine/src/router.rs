@@ -132,6 +132,12 @@ impl Attachment {
         self.session.id
     }
 
+    /// How often the session was attached before.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
     /// Gives the session a name that people see.
     pub fn set_label(&self, label: String) {
         self.session.state.lock().label = label;

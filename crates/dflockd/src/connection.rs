@@ -34,8 +34,6 @@ const OPEN_MAX: usize = 65_536;
 const AUTH_PAUSE: Span = Span::from_millis(100);
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
 const WRITE_PROGRESS: usize = 64 * 1024;
-/// Numbers of requests that the client did not number begin here, apart from all that it could.
-const UNNUMBERED: u64 = 1 << 63;
 
 /// What arrives from elsewhere.
 #[derive(Debug)]
@@ -155,6 +153,10 @@ pub struct Connection {
     /// The requests of a numbered connection that are not answered.
     open: Option<HashMap<RequestId, Open>>,
     last_request: u64,
+    /// The client sends nothing more.
+    input_ended: bool,
+    /// How many requests there were.
+    frames: u64,
     /// Answers that would be lost with the connection, until the output is written up to where they end.
     unwritten: VecDeque<(usize, Place, Outcome)>,
     /// Requests wait only for the output to be written.
@@ -221,6 +223,8 @@ impl Connection {
             blocked: None,
             open: None,
             last_request: 0,
+            input_ended: false,
+            frames: 0,
             unwritten: VecDeque::new(),
             held_back: false,
             deadlines: Deadlines::default(),
@@ -256,24 +260,11 @@ impl Connection {
         self.arm();
     }
 
-    /// The client sends nothing more. What it has sent is executed; if something blocks, the client is taken
+    /// The client sends nothing more. What it has sent is executed; if something waits then, the client is taken
     /// as gone.
-    pub fn handle_end_of_input(&mut self, pokes: &mut Pokes) {
+    pub fn handle_end_of_input(&mut self) {
         self.now = self.service.engine.clock().now();
-        match self.phase {
-            Phase::Stranger | Phase::Ready => {
-                let waits = self.blocked.is_some_and(|(_, open)| open.place.is_some());
-                if waits || self.open.as_ref().is_some_and(|open| !open.is_empty()) {
-                    self.phase = Phase::Over;
-                } else {
-                    self.resume(pokes);
-                    self.close();
-                }
-            }
-            // Nobody waits for the pause after a failed authentication.
-            Phase::Closing(_) => self.phase = Phase::Over,
-            Phase::Over => {}
-        }
+        self.input_ended = true;
         self.arm();
     }
 
@@ -416,6 +407,9 @@ impl Connection {
     /// Whether input is wanted now. Without it TCP slows the client down.
     #[must_use]
     pub fn wants_input(&self) -> bool {
+        if self.input_ended {
+            return false;
+        }
         match self.phase {
             Phase::Stranger | Phase::Ready => {
                 let making_text = self.blocked.is_some_and(|(_, open)| open.place.is_none());
@@ -425,6 +419,14 @@ impl Connection {
             Phase::Closing(_) => true,
             Phase::Over => false,
         }
+    }
+
+    /// Whether nothing of what the client has sent remains to be executed or written down.
+    fn has_done_all(&self) -> bool {
+        let making_text = |open: &Open| open.place.is_none();
+        let blocked = self.blocked.as_ref().map(|(_, open)| open);
+        let open = self.open.as_ref().into_iter().flat_map(HashMap::values);
+        !self.held_back && !blocked.into_iter().chain(open).any(making_text)
     }
 
     /// When [`Connection::handle_time`] should be called if nothing happens before.
@@ -530,7 +532,7 @@ impl Connection {
     }
 
     fn handle_frame(&mut self, frame: &Frame<'_>, pokes: &mut Pokes) {
-        self.deadlines.read_progress.0 += 1;
+        self.frames += 1;
         let op = Op::parse(frame.command);
         if self.phase == Phase::Stranger {
             return self.handle_stranger(op, frame);
@@ -855,7 +857,8 @@ impl Connection {
     fn request_id(&mut self, number: Option<u64>) -> RequestId {
         RequestId(number.unwrap_or_else(|| {
             self.last_request += 1;
-            UNNUMBERED | self.last_request
+            // The bits from 40 on tell the connections of a kept session apart.
+            RequestId::UNREPEATABLE | self.me.epoch() << 40 | self.last_request
         }))
     }
 
@@ -863,15 +866,19 @@ impl Connection {
         self.numbered.then_some(id.0)
     }
 
-    /// Sets the time limits that fit the state.
+    /// Sets the time limits that fit the state, and ends the conversation when there is nothing more to it.
     fn arm(&mut self) {
+        let conversing = matches!(self.phase, Phase::Stranger | Phase::Ready);
+        if self.input_ended && conversing && self.has_done_all() {
+            self.close();
+        }
         let service = &self.service;
         let reading = match self.phase {
             Phase::Stranger => true,
             Phase::Ready => !self.pending.is_empty() && self.blocked.is_none(),
             Phase::Closing(_) | Phase::Over => false,
         } && self.output().len() < OUTPUT_HIGH;
-        let progress = (self.deadlines.read_progress.0, self.decoder.lines_complete());
+        let progress = (self.frames, self.decoder.lines_complete());
         if !reading {
             self.deadlines.read = None;
         } else if self.deadlines.read.is_none() || self.deadlines.read_progress != progress {

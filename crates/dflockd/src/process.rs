@@ -38,6 +38,10 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
     if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {
         tracing::warn!(%error, "file-descriptor limit not raised");
     }
+    // A dump would hold every token.
+    if let Err(error) = rlimit::setrlimit(rlimit::Resource::CORE, 0, 0) {
+        tracing::warn!(%error, "core dumps not switched off");
+    }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {

@@ -112,14 +112,8 @@ impl Peers {
         };
         match Peer::open(self, stream, address) {
             Ok((peer, reader)) => {
-                let number = {
-                    let mut members = self.members.lock();
-                    members.last += 1;
-                    let number = members.last;
-                    members.peers.insert(number, Arc::clone(&peer));
-                    number
-                };
-                tokio::spawn(run(peer, reader, seat, number));
+                self.members.lock().peers.insert(seat.number, Arc::clone(&peer));
+                tokio::spawn(run(peer, reader, seat));
             }
             Err(error) => tracing::debug!(peer = %address, %error, "connection failed"),
         }
@@ -138,8 +132,10 @@ impl Peers {
         }
         *here += 1;
         members.total += 1;
+        members.last += 1;
+        let number = members.last;
         self.service.connections.fetch_add(1, Ordering::Relaxed);
-        Some(Seat { peers: Arc::clone(self), address })
+        Some(Seat { peers: Arc::clone(self), address, number })
     }
 
     /// Ends the waits of all connections.
@@ -180,11 +176,13 @@ impl Peers {
 struct Seat {
     peers: Arc<Peers>,
     address: IpAddr,
+    number: u64,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         let mut members = self.peers.members.lock();
+        members.peers.remove(&self.number);
         members.total -= 1;
         if let Some(here) = members.by_address.get_mut(&self.address) {
             *here -= 1;
@@ -215,6 +213,8 @@ struct Peer {
 struct Talk {
     connection: Connection,
     tls: Option<Box<ServerConnection>>,
+    /// Output that is in TLS but not in the socket yet, and so not written.
+    sealed: usize,
     /// The TLS handshake must be done by then.
     handshake_until: Option<Timestamp>,
     /// The socket can not be written to any more.
@@ -293,7 +293,8 @@ impl Peer {
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
         let connection =
             Connection::new(Arc::clone(&peer.service), Arc::clone(&peer.inbox), me, label);
-        *peer.talk.lock() = Some(Talk { connection, tls, handshake_until, broken: false });
+        *peer.talk.lock() =
+            Some(Talk { connection, tls, sealed: 0, handshake_until, broken: false });
         Ok((peer, reader))
     }
 
@@ -357,7 +358,7 @@ impl Peer {
     }
 
     fn write(&self, talk: &mut Talk) -> io::Result<()> {
-        let Talk { connection, tls, .. } = talk;
+        let Talk { connection, tls, sealed, .. } = talk;
         let Some(tls) = tls else {
             while !connection.output().is_empty() {
                 let count = self.writer.try_write(connection.output())?;
@@ -369,11 +370,13 @@ impl Peer {
             while tls.wants_write() {
                 tls.write_tls(&mut Socket(&self.writer))?;
             }
+            if *sealed > 0 {
+                connection.handle_written(std::mem::take(sealed));
+            }
             if connection.output().is_empty() || tls.is_handshaking() {
                 return Ok(());
             }
-            let count = tls.writer().write(connection.output())?;
-            connection.handle_written(count);
+            *sealed = tls.writer().write(connection.output())?;
         }
     }
 
@@ -460,7 +463,7 @@ impl Drop for Ending<'_> {
 }
 
 /// The life of a connection.
-async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat, number: u64) {
+async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
     let ending = Ending(&peer);
     loop {
         let plan = peer.plan();
@@ -478,7 +481,6 @@ async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat, number: u64
     }
     let orderly = peer.end();
     drop(ending);
-    seat.peers.members.lock().peers.remove(&number);
     if orderly {
         linger(&peer, reader).await;
     }
@@ -490,9 +492,9 @@ async fn read(peer: &Peer, reader: &mut OwnedReadHalf, pokes: &mut Pokes) {
     std::future::poll_fn(|cx| {
         INPUT.with_borrow_mut(|buffer| {
             match ready!(poll_read(cx, reader, buffer)) {
-                Ok(0) => peer.with_talk(pokes, |talk, pokes| {
-                    talk.connection.handle_end_of_input(pokes);
-                }),
+                Ok(0) => {
+                    peer.with_talk(pokes, |talk, _| talk.connection.handle_end_of_input());
+                }
                 Ok(count) => peer.handle_input(&buffer[..count], pokes),
                 Err(_) => peer.abort(),
             }
@@ -549,7 +551,7 @@ fn decrypt(talk: &mut Talk, mut bytes: &[u8], pokes: &mut Pokes) -> io::Result<(
             connection.handle_input(&plain, pokes);
         }
         if state.peer_has_closed() {
-            connection.handle_end_of_input(pokes);
+            connection.handle_end_of_input();
         }
     }
     Ok(())
