@@ -474,6 +474,11 @@ impl TokenSource {
         if token.trim_ascii().len() != token.len() {
             return refuse(format!("{name}: the token must not begin or end with white space"));
         }
+        // An admin token is one field among others on the wire.
+        let is_admin = name.to_ascii_lowercase().contains("admin");
+        if is_admin && token.iter().any(u8::is_ascii_whitespace) {
+            return refuse(format!("{name}: the token must not contain white space"));
+        }
         if token.len() > TOKEN_BYTES_MAX {
             return refuse(format!(
                 "{name}: the token must not be longer than {TOKEN_BYTES_MAX} bytes"
@@ -1318,6 +1323,12 @@ mod tests {
             &[("DFLOCKD_AUTH_TOKEN", " a")],
             "DFLOCKD_AUTH_TOKEN: the token must not begin or end with white space",
         );
+        refused(
+            &["--admin-token=a b"],
+            &[],
+            "--admin-token: the token must not contain white space",
+        );
+        config(&["--auth-token=a b"], &[]);
         let missing = parse(&["--auth-token-file=/nonexistent/token"], &[]).unwrap_err();
         let expected = "--auth-token-file: cannot read /nonexistent/token: ";
         assert!(missing.to_string().starts_with(expected), "{missing}");
