@@ -9,6 +9,7 @@ pub mod connection;
 pub mod logging;
 pub mod tls;
 
+mod local;
 mod process;
 mod report;
 mod server;
@@ -16,6 +17,7 @@ mod service;
 mod tcp;
 mod translate;
 
+pub use local::LocalServer;
 pub use process::{run_process, watch_signals};
 pub use server::{Running, Signal, run};
 pub use service::Service;

@@ -1,0 +1,615 @@
+//! The client: servers, how to reach them, and the way of a request to one of them.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use dflockd_wire::{Op, Request, Response, Space, Unit, key_is_valid};
+use tokio::sync::Mutex;
+
+use crate::error::Error;
+use crate::events::{Signals, Watch};
+use crate::guard::refusal;
+use crate::link::{GiveBack, Link, LinkHandle, OnDisconnect};
+use crate::locks::{Election, Lock, RwLock, Semaphore};
+use crate::stream::{Address, Lines};
+use crate::values::{Barrier, Counter, Kv, List};
+
+/// Idle plain connections kept per server.
+const POOL_MAX: usize = 8;
+
+/// How to connect.
+#[derive(Clone)]
+#[must_use = "call `connect`"]
+pub struct ClientBuilder {
+    servers: Vec<String>,
+    name: String,
+    auth: Option<Arc<str>>,
+    tls: Option<Arc<rustls::ClientConfig>>,
+    on_disconnect: OnDisconnect,
+    lease: Duration,
+    connect_timeout: Duration,
+    request_timeout: Duration,
+    session: Option<String>,
+}
+
+impl Default for ClientBuilder {
+    fn default() -> Self {
+        Self {
+            servers: vec!["127.0.0.1:6388".to_owned()],
+            name: format!("rust-{}", std::process::id()),
+            auth: None,
+            tls: None,
+            on_disconnect: OnDisconnect::Keep,
+            lease: Duration::from_secs(10),
+            connect_timeout: Duration::from_secs(5),
+            request_timeout: Duration::from_secs(10),
+            session: None,
+        }
+    }
+}
+
+impl ClientBuilder {
+    /// One server, `host:port`.
+    pub fn server(self, server: impl Into<String>) -> Self {
+        self.servers([server.into()])
+    }
+
+    /// Several servers that know nothing of each other. A key belongs to the server numbered by its CRC-32 modulo
+    /// their number, as in every dflockd client.
+    pub fn servers(mut self, servers: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.servers = servers.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// The name people see for this client in `stats` and `inspect`: 1 to 64 printable characters, no space.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// The token of servers that ask for one.
+    pub fn auth_token(mut self, token: impl Into<Arc<str>>) -> Self {
+        self.auth = Some(token.into());
+        self
+    }
+
+    /// Talk TLS.
+    pub fn tls(mut self, config: Arc<rustls::ClientConfig>) -> Self {
+        self.tls = Some(config);
+        self
+    }
+
+    /// What happens to locks when the connection breaks.
+    pub fn on_disconnect(mut self, what: OnDisconnect) -> Self {
+        self.on_disconnect = what;
+        self
+    }
+
+    /// The lease of locks that name none; 10 s if not set.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// How long connecting may take; 5 s if not set.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout = timeout;
+        self
+    }
+
+    /// How long an answer may take, waiting for a lock apart; 10 s if not set.
+    pub fn request_timeout(mut self, timeout: Duration) -> Self {
+        self.request_timeout = timeout;
+        self
+    }
+
+    /// Takes over the session of another client, which is cut off: its holds and its places in queues. For one
+    /// server; the session is what [`Client::session`] told.
+    pub fn attach(mut self, session: impl Into<String>) -> Self {
+        self.session = Some(session.into());
+        self
+    }
+
+    /// Connects to all servers.
+    ///
+    /// # Errors
+    ///
+    /// If one can not be reached, refuses the token, or a setting is impossible.
+    pub async fn connect(self) -> Result<Client, Error> {
+        let name: Arc<str> = self.name.as_str().into();
+        let addresses = self.servers.iter().map(|server| {
+            let (tls, auth) = (self.tls.clone(), self.auth.clone());
+            Address::tcp(server.clone(), tls, auth, Arc::clone(&name), self.connect_timeout)
+        });
+        let addresses = addresses.collect();
+        self.connect_to(addresses).await
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) fn client_name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) async fn connect_to(self, addresses: Vec<Address>) -> Result<Client, Error> {
+        let printable = self.name.bytes().all(|byte| byte.is_ascii_graphic());
+        if self.name.is_empty() || self.name.len() > 64 || !printable {
+            return Err(Error::Invalid(format!("not a client name: {:?}", self.name)));
+        }
+        if addresses.is_empty() {
+            return Err(Error::Invalid("no server given".to_owned()));
+        }
+        let mut servers = Vec::new();
+        if let Some(session) = &self.session {
+            let [address] = <[Address; 1]>::try_from(addresses)
+                .map_err(|_| Error::Invalid("a session belongs to one server".to_owned()))?;
+            servers.push(Server::attach(address, session).await?);
+        } else {
+            for address in addresses {
+                servers.push(Server::connect(address, self.on_disconnect).await?);
+            }
+        }
+        let inner = Inner { servers, lease: self.lease, request_timeout: self.request_timeout };
+        Ok(Client { inner: Arc::new(inner) })
+    }
+}
+
+/// A connection to one dflockd server, or to several that share the keys. Cheap to clone.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), dflockd_client::Error> {
+/// let client = dflockd_client::Client::connect("127.0.0.1:6388").await?;
+/// let guard = client.lock("jobs/nightly").acquire().await?;
+/// if guard.is_valid() {
+///     println!("mine, with fence {}", guard.fence());
+/// }
+/// guard.release().await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Client {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    servers: Vec<Server>,
+    pub(crate) lease: Duration,
+    pub(crate) request_timeout: Duration,
+}
+
+/// One server, and the best way it can be talked to.
+pub(crate) struct Server {
+    pub(crate) address: Address,
+    pub(crate) way: Way,
+}
+
+pub(crate) enum Way {
+    /// Everything over one connection.
+    Shared(Arc<LinkHandle>),
+    /// A connection per held or waiting lock, and a few for the rest.
+    Plain(Mutex<Vec<Lines>>),
+}
+
+impl Server {
+    async fn connect(address: Address, on_disconnect: OnDisconnect) -> Result<Self, Error> {
+        let mut lines = address.connect().await?;
+        let words = Link::words(on_disconnect);
+        let timeout = address.connect_timeout;
+        let way = match lines.greet(&address.client_name, &words, timeout).await {
+            Ok(Some(words)) if Link::suits(on_disconnect, &words) => {
+                Way::Shared(Link::start(address.clone(), on_disconnect, lines, &words, 0))
+            }
+            // It does not know the greeting, but keeps the connection.
+            Ok(_) => Way::Plain(Mutex::new(vec![lines])),
+            // Servers of the first generations close after anything they do not know.
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+                Way::Plain(Mutex::new(Vec::new()))
+            }
+            Err(error) => return Err(address.unreachable(error)),
+        };
+        Ok(Self { address, way })
+    }
+
+    /// Connects to a session that exists.
+    async fn attach(address: Address, session: &str) -> Result<Self, Error> {
+        let mut lines = address.connect().await?;
+        let attach = format!("attach={session}");
+        let mut words = Link::words(OnDisconnect::Release);
+        words.push(&attach);
+        let greeted = lines.greet(&address.client_name, &words, address.connect_timeout).await;
+        match greeted.map_err(|error| address.unreachable(error))? {
+            Some(words) if Link::suits(OnDisconnect::Keep, &words) => {
+                // Above all numbers that earlier clients of the session used, or their answers would come back.
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                let last = u64::try_from(now.as_micros()).unwrap_or_default();
+                let (on_disconnect, address_) = (OnDisconnect::Keep, address.clone());
+                let link = Link::start(address_, on_disconnect, lines, &words, last);
+                Ok(Self { address, way: Way::Shared(link) })
+            }
+            _ => Err(Error::Invalid("no such session".to_owned())),
+        }
+    }
+
+    /// Sends a request and waits for its answer; `wait` is how long it may block at the server.
+    pub(crate) async fn ask(
+        &self,
+        request: &Request<'_>,
+        wait: Duration,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, Error> {
+        let timeout = timeout.saturating_add(wait);
+        match &self.way {
+            Way::Shared(link) => {
+                let call = link.call(request, give_back(request))?;
+                Ok(call.wait(timeout).await?.claim())
+            }
+            Way::Plain(pool) => {
+                let pooled = pool.lock().await.pop();
+                let mut lines = match pooled {
+                    Some(lines) => lines,
+                    None => self.address.connect().await?,
+                };
+                // If this future is dropped the connection goes with it, and a late answer as well.
+                match lines.ask(request, timeout).await {
+                    Ok(line) => {
+                        let mut pool = pool.lock().await;
+                        if pool.len() < POOL_MAX {
+                            pool.push(lines);
+                        }
+                        Ok(line)
+                    }
+                    Err(error) => Err(Error::Unknown { reason: error.to_string() }),
+                }
+            }
+        }
+    }
+
+    pub(crate) fn unit(&self) -> Unit {
+        match self.way {
+            Way::Shared(_) => Unit::Millis,
+            Way::Plain(_) => Unit::Seconds,
+        }
+    }
+}
+
+impl Client {
+    /// Connects to one server with everything else as it comes.
+    ///
+    /// # Errors
+    ///
+    /// If it can not be reached.
+    pub async fn connect(server: impl Into<String>) -> Result<Self, Error> {
+        Self::builder().server(server).connect().await
+    }
+
+    /// For all that can be chosen.
+    pub fn builder() -> ClientBuilder {
+        ClientBuilder::default()
+    }
+
+    /// A mutex.
+    pub fn lock(&self, key: impl Into<Vec<u8>>) -> Lock {
+        Lock::new(self, key.into())
+    }
+
+    /// A semaphore with so many slots.
+    pub fn semaphore(&self, key: impl Into<Vec<u8>>, limit: u32) -> Semaphore {
+        Semaphore::new(self, key.into(), limit)
+    }
+
+    /// A read-write lock.
+    pub fn rw_lock(&self, key: impl Into<Vec<u8>>) -> RwLock {
+        RwLock::new(self, key.into())
+    }
+
+    /// A leader election.
+    pub fn election(&self, key: impl Into<Vec<u8>>) -> Election {
+        Election::new(self, key.into())
+    }
+
+    /// A barrier for so many participants.
+    pub fn barrier(&self, key: impl Into<Vec<u8>>, count: u32) -> Barrier {
+        Barrier::new(self, key.into(), count)
+    }
+
+    /// A counter.
+    pub fn counter(&self, key: impl Into<Vec<u8>>) -> Counter {
+        Counter::new(self, key.into())
+    }
+
+    /// A key-value entry.
+    pub fn kv(&self, key: impl Into<Vec<u8>>) -> Kv {
+        Kv::new(self, key.into())
+    }
+
+    /// A list.
+    pub fn list(&self, key: impl Into<Vec<u8>>) -> List {
+        List::new(self, key.into())
+    }
+
+    /// Sends a payload to the listeners of a channel and returns to how many.
+    ///
+    /// # Errors
+    ///
+    /// If the channel has wildcards or the payload can not be sent.
+    pub async fn signal(&self, channel: &str, payload: &[u8]) -> Result<u64, Error> {
+        check_key(channel.as_bytes())?;
+        check_value(payload)?;
+        let request = Request::Signal { channel: channel.as_bytes(), payload };
+        let line = self.ask(channel.as_bytes(), &request, Duration::ZERO).await?;
+        match Response::parse(Op::Signal, &line, Unit::Millis) {
+            Some(Response::Number(count)) => Ok(u64::try_from(count).unwrap_or_default()),
+            _ => Err(refusal("signal", &line)),
+        }
+    }
+
+    /// Listens to the signals of a channel or pattern on every server. With a group, each signal goes to one of
+    /// its members.
+    ///
+    /// # Errors
+    ///
+    /// If a server can not be reached or refuses.
+    pub async fn listen(&self, pattern: &str, group: Option<&str>) -> Result<Signals, Error> {
+        Signals::new(self, pattern, group.unwrap_or_default()).await
+    }
+
+    /// Watches changes of a key or pattern on every server.
+    ///
+    /// # Errors
+    ///
+    /// If a server can not be reached or refuses.
+    pub async fn watch(&self, pattern: &str) -> Result<Watch, Error> {
+        Watch::new(self, pattern).await
+    }
+
+    /// Asks each server whether it answers.
+    ///
+    /// # Errors
+    ///
+    /// If one does not.
+    pub async fn ping(&self) -> Result<(), Error> {
+        for server in &self.inner.servers {
+            let timeout = self.inner.request_timeout;
+            let line = server.ask(&Request::Ping, Duration::ZERO, timeout).await?;
+            if line != b"ok" {
+                return Err(refusal("ping", &line));
+            }
+        }
+        Ok(())
+    }
+
+    /// The `stats` of each server as JSON, in the order the servers were given.
+    ///
+    /// # Errors
+    ///
+    /// If one can not be asked.
+    pub async fn stats(&self) -> Result<Vec<serde_json::Value>, Error> {
+        let mut all = Vec::new();
+        for server in &self.inner.servers {
+            let timeout = self.inner.request_timeout;
+            let line = server.ask(&Request::Stats, Duration::ZERO, timeout).await?;
+            all.push(json("stats", &line)?);
+        }
+        Ok(all)
+    }
+
+    /// What a key is: kind, holders, queue; none if nothing is known of it.
+    ///
+    /// # Errors
+    ///
+    /// If the server does not know the command or can not be asked.
+    pub async fn inspect(&self, key: &[u8]) -> Result<Option<serde_json::Value>, Error> {
+        check_key(key)?;
+        let line = self.ask(key, &Request::Inspect { key }, Duration::ZERO).await?;
+        if line == b"nil" {
+            return Ok(None);
+        }
+        json("inspect", &line).map(Some)
+    }
+
+    /// Up to `limit` keys of each server that begin with `prefix` and come after `after`, in order.
+    ///
+    /// # Errors
+    ///
+    /// If a server does not know the command or can not be asked.
+    pub async fn keys(
+        &self,
+        prefix: &[u8],
+        limit: usize,
+        after: Option<&[u8]>,
+    ) -> Result<Vec<serde_json::Value>, Error> {
+        let mut all = Vec::new();
+        for server in &self.inner.servers {
+            let request = Request::Ls { prefix, limit, after };
+            let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
+            if let serde_json::Value::Array(keys) = json("ls", &line)? {
+                all.extend(keys);
+            }
+        }
+        all.sort_by(|a, b| a["key"].as_str().cmp(&b["key"].as_str()));
+        if self.inner.servers.len() > 1 {
+            all.truncate(limit);
+        }
+        Ok(all)
+    }
+
+    /// Releases a hold by its token, whoever took it. `semaphore` says in which namespace the key is.
+    ///
+    /// # Errors
+    ///
+    /// If it is not held, or the server can not be asked.
+    pub async fn release_token(
+        &self,
+        key: &[u8],
+        semaphore: bool,
+        token: &str,
+    ) -> Result<(), Error> {
+        check_token(token)?;
+        let (space, token) = (space(semaphore), token.as_bytes());
+        let request = Request::Release { space, key, token, resign: false };
+        self.done(key, &request).await
+    }
+
+    /// Renews a hold by its token, whoever took it, and returns its lease.
+    ///
+    /// # Errors
+    ///
+    /// If it is not held, or the server can not be asked.
+    pub async fn renew_token(
+        &self,
+        key: &[u8],
+        semaphore: bool,
+        token: &str,
+        lease: Duration,
+    ) -> Result<Duration, Error> {
+        check_key(key)?;
+        check_token(token)?;
+        let (space, token) = (space(semaphore), token.as_bytes());
+        let request = Request::Renew { space, key, token, lease: Some(lease) };
+        let line = self.ask(key, &request, Duration::ZERO).await?;
+        match Response::parse(request.op(), &line, self.server(key).unit()) {
+            Some(Response::Renewed { remaining, .. }) => Ok(remaining),
+            _ => Err(refusal("renew", &line)),
+        }
+    }
+
+    /// Ends somebody's hold. The server logs who did it and why.
+    ///
+    /// # Errors
+    ///
+    /// If it is not held, the admin token is wrong, or the server can not be asked.
+    pub async fn force_release(
+        &self,
+        key: &[u8],
+        semaphore: bool,
+        fence: u64,
+        admin_token: &str,
+        reason: &str,
+    ) -> Result<(), Error> {
+        check_token(admin_token)?;
+        check_value(reason.as_bytes())?;
+        let (space, token) = (space(semaphore), admin_token.as_bytes());
+        self.done(key, &Request::ForceRelease { key, token, space, fence, reason }).await
+    }
+
+    /// Ends a session or connection and all it holds, on the first server. The server logs who did it and why.
+    ///
+    /// # Errors
+    ///
+    /// If there is none, the admin token is wrong, or the server can not be asked.
+    pub async fn end_session(
+        &self,
+        session: u64,
+        admin_token: &str,
+        reason: &str,
+    ) -> Result<(), Error> {
+        check_token(admin_token)?;
+        check_value(reason.as_bytes())?;
+        let request = Request::EndSession { session, token: admin_token.as_bytes(), reason };
+        let server = &self.inner.servers[0];
+        let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
+        if line == b"ok" { Ok(()) } else { Err(refusal("end-session", &line)) }
+    }
+
+    async fn done(&self, key: &[u8], request: &Request<'_>) -> Result<(), Error> {
+        check_key(key)?;
+        let line = self.ask(key, request, Duration::ZERO).await?;
+        if line == b"ok" { Ok(()) } else { Err(refusal(request.op().name(), &line)) }
+    }
+
+    /// By what another process can take over the session of this client, see [`ClientBuilder::attach`]. None with
+    /// several servers, with [`OnDisconnect::Release`], or if the server does not keep sessions.
+    #[must_use]
+    pub fn session(&self) -> Option<String> {
+        match self.inner.servers.as_slice() {
+            [Server { way: Way::Shared(link), .. }] => link.session(),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn servers(&self) -> &[Server] {
+        &self.inner.servers
+    }
+
+    /// The server a key belongs to.
+    pub(crate) fn server(&self, key: &[u8]) -> &Server {
+        let count = self.inner.servers.len();
+        &self.inner.servers[shard(key, count)]
+    }
+
+    pub(crate) async fn ask(
+        &self,
+        key: &[u8],
+        request: &Request<'_>,
+        wait: Duration,
+    ) -> Result<Vec<u8>, Error> {
+        self.server(key).ask(request, wait, self.inner.request_timeout).await
+    }
+}
+
+/// How to undo a request if nobody waits for it any more.
+fn give_back(request: &Request<'_>) -> Option<GiveBack> {
+    if let Request::BlockingPop { key, end, .. } | Request::Pop { key, end } = *request {
+        return Some(GiveBack::Item { key: key.to_vec(), end });
+    }
+    matches!(request, Request::BarrierWait { .. }).then_some(GiveBack::Nothing)
+}
+
+/// The number of the server a key belongs to, the same in every dflockd client.
+#[must_use]
+pub fn shard(key: &[u8], servers: usize) -> usize {
+    crc32fast::hash(key) as usize % servers.max(1)
+}
+
+pub(crate) fn check_key(key: &[u8]) -> Result<(), Error> {
+    if key_is_valid(key) && key.len() <= 256 {
+        Ok(())
+    } else {
+        Err(Error::Invalid("a key has 1 to 256 bytes and no white space".to_owned()))
+    }
+}
+
+pub(crate) fn check_value(value: &[u8]) -> Result<(), Error> {
+    if value.is_empty() || value.iter().any(|byte| matches!(byte, b'\n' | b'\r')) {
+        return Err(Error::Invalid("a value is not empty and has no line break".to_owned()));
+    }
+    Ok(())
+}
+
+fn check_token(token: &str) -> Result<(), Error> {
+    if token.is_empty() || token.contains(|it: char| it.is_ascii_whitespace()) {
+        return Err(Error::Invalid("a token is not empty and has no white space".to_owned()));
+    }
+    Ok(())
+}
+
+fn space(semaphore: bool) -> Space {
+    if semaphore { Space::Semaphores } else { Space::Locks }
+}
+
+fn json(command: &str, line: &[u8]) -> Result<serde_json::Value, Error> {
+    let text = line.strip_prefix(b"ok ").ok_or_else(|| refusal(command, line))?;
+    serde_json::from_slice(text)
+        .map_err(|error| Error::Protocol { command: command.to_owned(), answer: error.to_string() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_go_where_every_client_sends_them() {
+        let check = |key: &str, expected: [usize; 4]| {
+            let got = [2, 3, 4, 5].map(|servers| shard(key.as_bytes(), servers));
+            assert_eq!(got, expected, "{key}");
+        };
+        check("my-resource", [0, 0, 2, 3]);
+        check("my-key", [1, 2, 1, 2]);
+        check("bench", [1, 0, 1, 2]);
+        check("deploy-job", [0, 1, 2, 4]);
+        check("worker-pool", [0, 2, 0, 3]);
+        check("a", [1, 0, 3, 2]);
+        check("ключ", [0, 0, 2, 3]);
+        check("日本", [0, 2, 0, 1]);
+    }
+}

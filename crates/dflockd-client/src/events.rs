@@ -1,0 +1,301 @@
+//! Streams of signals, changes and leaders. Each has connections of its own, one per server, because a push
+//! does not say which subscription it belongs to.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use dflockd_wire::{Push, Request, pattern_is_valid};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::client::{Client, check_key};
+use crate::error::Error;
+use crate::guard::refusal;
+use crate::stream::{Address, Lines};
+
+/// Events that may wait for the application.
+const BUFFERED_MAX: usize = 4096;
+/// A silent connection is asked whether it still stands.
+const HEARTBEAT: Duration = Duration::from_secs(15);
+const BACKOFF_MIN: Duration = Duration::from_millis(50);
+const BACKOFF_MAX: Duration = Duration::from_secs(5);
+
+/// A signal.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signal {
+    /// Where it was sent.
+    pub channel: String,
+    /// What was sent.
+    pub payload: Vec<u8>,
+}
+
+/// A change of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// What happened: `acquire`, `release`, `kset` …
+    pub event: String,
+    /// To which key.
+    pub key: Vec<u8>,
+}
+
+/// What happened to the leader of an election.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaderEvent {
+    /// Somebody leads.
+    Elected,
+    /// The leader gave up.
+    Resigned,
+    /// A queued candidate takes over.
+    Failover,
+}
+
+/// What a stream subscribes to.
+#[derive(Clone)]
+enum Subscription {
+    Signals { pattern: String, group: String },
+    Changes { pattern: String },
+    Leaders { key: Vec<u8> },
+}
+
+impl Subscription {
+    fn request(&self) -> Request<'_> {
+        match self {
+            Self::Signals { pattern, group } => {
+                Request::Listen { pattern: pattern.as_bytes(), group: group.as_bytes() }
+            }
+            Self::Changes { pattern } => Request::Watch { pattern: pattern.as_bytes() },
+            Self::Leaders { key } => Request::Observe { key },
+        }
+    }
+}
+
+/// A stream of pushes from one or more servers.
+struct Stream {
+    events: mpsc::Receiver<Vec<u8>>,
+    counts: Arc<Counts>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Counts {
+    dropped: AtomicU64,
+    interruptions: AtomicU64,
+}
+
+impl Stream {
+    async fn open(addresses: Vec<Address>, subscription: Subscription) -> Result<Self, Error> {
+        let (sender, events) = mpsc::channel(BUFFERED_MAX);
+        let counts = Arc::<Counts>::default();
+        let mut stream = Self { events, counts, tasks: Vec::new() };
+        for address in addresses {
+            let lines = subscribe(&address, &subscription).await?;
+            let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
+            let subscription = subscription.clone();
+            stream.tasks.push(tokio::spawn(async move {
+                forward(address, subscription, lines, &sender, &counts).await;
+            }));
+        }
+        Ok(stream)
+    }
+
+    async fn next(&mut self) -> Option<Vec<u8>> {
+        self.events.recv().await
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+async fn subscribe(address: &Address, subscription: &Subscription) -> Result<Lines, Error> {
+    let mut lines = address.connect().await?;
+    let timeout = address.connect_timeout;
+    // For the name in `stats`; a server that does not know it answers `error` and goes on.
+    let greeted = lines.greet(&address.client_name, &[], timeout).await;
+    if greeted.is_err() {
+        // The first generations hang up on what they do not know.
+        lines = address.connect().await?;
+    }
+    let request = subscription.request();
+    let answer = lines.ask(&request, timeout).await;
+    let line = answer.map_err(|error| address.unreachable(error))?;
+    // The first push may come before the answer; then the subscription stands.
+    if line == b"ok" || Push::parse(&line).is_some() {
+        return Ok(lines);
+    }
+    Err(refusal(request.op().name(), &line))
+}
+
+/// Passes pushes on, and subscribes again when the connection breaks.
+async fn forward(
+    address: Address,
+    subscription: Subscription,
+    lines: Lines,
+    sender: &mpsc::Sender<Vec<u8>>,
+    counts: &Counts,
+) {
+    let mut lines = Some(lines);
+    let mut backoff = BACKOFF_MIN;
+    loop {
+        if let Some(lines) = lines.take() {
+            backoff = BACKOFF_MIN;
+            pump(lines, sender, counts).await;
+            counts.interruptions.fetch_add(1, Ordering::Relaxed);
+        }
+        if sender.is_closed() {
+            return;
+        }
+        tokio::time::sleep(backoff).await;
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+        lines = subscribe(&address, &subscription).await.ok();
+    }
+}
+
+async fn pump(mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts) {
+    let mut ping = Vec::new();
+    Request::Ping.print(dflockd_wire::Unit::Seconds, &mut ping);
+    let mut answered = true;
+    loop {
+        match tokio::time::timeout(HEARTBEAT, lines.reader.next()).await {
+            Ok(Ok(line)) => {
+                answered = true;
+                if Push::parse(&line).is_some()
+                    && matches!(sender.try_send(line), Err(mpsc::error::TrySendError::Full(_)))
+                {
+                    counts.dropped.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Ok(Err(_)) => return,
+            Err(_) if !answered => return,
+            Err(_) => {
+                answered = false;
+                if lines.send(&ping).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// What all streams can be asked.
+macro_rules! stream {
+    ($name:ident) => {
+        impl $name {
+            /// How many events were dropped because the application did not take them.
+            #[must_use]
+            pub fn dropped(&self) -> u64 {
+                self.stream.counts.dropped.load(Ordering::Relaxed)
+            }
+
+            /// How often a connection broke. What happened until it stood again was not seen.
+            #[must_use]
+            pub fn interruptions(&self) -> u64 {
+                self.stream.counts.interruptions.load(Ordering::Relaxed)
+            }
+        }
+    };
+}
+
+/// Signals as they come.
+pub struct Signals {
+    stream: Stream,
+}
+
+impl Signals {
+    pub(crate) async fn new(client: &Client, pattern: &str, group: &str) -> Result<Self, Error> {
+        check_pattern(pattern)?;
+        if group.contains(['\n', '\r']) {
+            return Err(Error::Invalid("a group has no line break".to_owned()));
+        }
+        let subscription =
+            Subscription::Signals { pattern: pattern.to_owned(), group: group.to_owned() };
+        Ok(Self { stream: Stream::open(all(client), subscription).await? })
+    }
+
+    /// The next one; waits for it.
+    pub async fn next(&mut self) -> Option<Signal> {
+        loop {
+            let line = self.stream.next().await?;
+            if let Some(Push::Signal { channel, payload }) = Push::parse(&line) {
+                return Some(Signal {
+                    channel: String::from_utf8_lossy(channel).into_owned(),
+                    payload: payload.to_vec(),
+                });
+            }
+        }
+    }
+}
+
+stream!(Signals);
+
+/// Changes of watched keys as they come.
+pub struct Watch {
+    stream: Stream,
+}
+
+impl Watch {
+    pub(crate) async fn new(client: &Client, pattern: &str) -> Result<Self, Error> {
+        check_pattern(pattern)?;
+        let subscription = Subscription::Changes { pattern: pattern.to_owned() };
+        Ok(Self { stream: Stream::open(all(client), subscription).await? })
+    }
+
+    /// The next one; waits for it.
+    pub async fn next(&mut self) -> Option<Change> {
+        loop {
+            let line = self.stream.next().await?;
+            if let Some(Push::Watch { event, key }) = Push::parse(&line) {
+                return Some(Change { event: event.to_owned(), key: key.to_vec() });
+            }
+        }
+    }
+}
+
+stream!(Watch);
+
+/// What happens to the leaders of an election, as it comes. `Elected` may be repeated.
+pub struct Leaders {
+    stream: Stream,
+}
+
+impl Leaders {
+    pub(crate) async fn new(client: &Client, key: &[u8]) -> Result<Self, Error> {
+        let address = client.server(key).address.clone();
+        let subscription = Subscription::Leaders { key: key.to_vec() };
+        Ok(Self { stream: Stream::open(vec![address], subscription).await? })
+    }
+
+    /// The next event; waits for it.
+    pub async fn next(&mut self) -> Option<LeaderEvent> {
+        loop {
+            let line = self.stream.next().await?;
+            if let Some(Push::Leader { event, .. }) = Push::parse(&line) {
+                match event {
+                    "elected" => return Some(LeaderEvent::Elected),
+                    "resigned" => return Some(LeaderEvent::Resigned),
+                    "failover" => return Some(LeaderEvent::Failover),
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+stream!(Leaders);
+
+fn all(client: &Client) -> Vec<Address> {
+    client.servers().iter().map(|server| server.address.clone()).collect()
+}
+
+fn check_pattern(pattern: &str) -> Result<(), Error> {
+    check_key(pattern.as_bytes())?;
+    if pattern_is_valid(pattern.as_bytes()) {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!("not a pattern: {pattern}")))
+}

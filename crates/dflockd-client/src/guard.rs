@@ -1,0 +1,396 @@
+//! A held lock: how long it is valid, how it is renewed, and how one learns that it is gone.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use dflockd_wire::{ErrorCode, Op, Request, Response, Space, TokenText, Unit};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use crate::clock::Instant;
+use crate::error::{Error, Lost};
+use crate::link::LinkHandle;
+use crate::stream::Lines;
+
+/// Pause after a renewal that failed for want of a connection.
+const RENEW_RETRY: Duration = Duration::from_millis(50);
+/// Time a release in the background may take.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How a hold talks to its server.
+pub(crate) enum Channel {
+    /// Over the connection shared by all.
+    Shared(Arc<LinkHandle>),
+    /// Over a connection of its own, on servers that know nothing better.
+    Own(tokio::sync::Mutex<Option<Lines>>),
+}
+
+/// The state behind a guard.
+pub(crate) struct Hold {
+    key: Vec<u8>,
+    space: Space,
+    election: bool,
+    token: TokenText,
+    lease: Duration,
+    channel: Channel,
+    timeout: Duration,
+    valid_until: Mutex<Instant>,
+    lost: watch::Sender<Option<Lost>>,
+}
+
+/// What is known of a fresh grant.
+pub(crate) struct Granted {
+    pub(crate) key: Vec<u8>,
+    pub(crate) space: Space,
+    pub(crate) election: bool,
+    pub(crate) token: TokenText,
+    pub(crate) lease: Duration,
+    /// When the request was sent.
+    pub(crate) sent_at: Instant,
+}
+
+impl Hold {
+    pub(crate) fn new(granted: Granted, channel: Channel, timeout: Duration) -> Arc<Self> {
+        let Granted { key, space, election, token, lease, sent_at } = granted;
+        let hold = Arc::new(Self {
+            key,
+            space,
+            election,
+            token,
+            lease,
+            channel,
+            timeout,
+            valid_until: Mutex::new(sent_at + validity(lease)),
+            lost: watch::Sender::new(None),
+        });
+        if let Channel::Shared(link) = &hold.channel {
+            link.watch_hold(&hold);
+        }
+        hold
+    }
+
+    pub(crate) fn fence(&self) -> u64 {
+        self.token.fence()
+    }
+
+    /// Notes that the lock is gone; the first reason counts.
+    pub(crate) fn lose(&self, reason: Lost) {
+        self.lost.send_if_modified(|lost| {
+            let first = lost.is_none();
+            if first {
+                *lost = Some(reason);
+            }
+            first
+        });
+    }
+
+    fn lost_reason(&self) -> Option<Lost> {
+        *self.lost.borrow()
+    }
+
+    /// Renews once, and counts the validity from the sending.
+    pub(crate) async fn renew(&self) -> Result<(), Error> {
+        let sent_at = Instant::now();
+        let request = Request::Renew {
+            space: self.space,
+            key: &self.key,
+            token: &self.token.0,
+            lease: Some(self.lease),
+        };
+        let line = self.ask(&request).await?;
+        match Response::parse(Op::Rn, &line, self.unit()) {
+            Some(Response::Renewed { .. }) => {
+                let mut valid_until = self.valid_until.lock();
+                *valid_until = (*valid_until).max(sent_at + validity(self.lease));
+                Ok(())
+            }
+            Some(Response::Error(code)) => Err(Error::Refused(code)),
+            _ => Err(unexpected("renew", &line)),
+        }
+    }
+
+    async fn ask(&self, request: &Request<'_>) -> Result<Vec<u8>, Error> {
+        match &self.channel {
+            Channel::Shared(link) => {
+                Ok(link.call(request, None)?.wait(self.timeout).await?.claim())
+            }
+            Channel::Own(lines) => {
+                let mut lines = lines.lock().await;
+                let Some(open) = lines.as_mut() else {
+                    return Err(Error::Unknown { reason: "the connection broke".to_owned() });
+                };
+                match open.ask(request, self.timeout).await {
+                    Ok(line) => Ok(line),
+                    Err(error) => {
+                        // Its answer could be taken for that of the next request.
+                        *lines = None;
+                        Err(Error::Unknown { reason: error.to_string() })
+                    }
+                }
+            }
+        }
+    }
+
+    async fn release(&self) -> Result<(), Error> {
+        let request = self.release_request();
+        let line = self.ask(&request).await?;
+        self.lose(Lost::Released);
+        self.forget();
+        match Response::parse(request.op(), &line, self.unit()) {
+            Some(Response::Ok) => Ok(()),
+            Some(Response::Error(code)) => Err(Error::Refused(code)),
+            _ => Err(unexpected("release", &line)),
+        }
+    }
+
+    fn release_request(&self) -> Request<'_> {
+        Request::Release {
+            space: self.space,
+            key: &self.key,
+            token: &self.token.0,
+            resign: self.election,
+        }
+    }
+
+    fn forget(&self) {
+        if let Channel::Shared(link) = &self.channel {
+            link.forget_hold(self.fence());
+        }
+    }
+
+    fn unit(&self) -> Unit {
+        match self.channel {
+            Channel::Shared(_) => Unit::Millis,
+            Channel::Own(_) => Unit::Seconds,
+        }
+    }
+}
+
+/// Renews a hold until it is lost or dropped.
+pub(crate) async fn keep_renewed(hold: Weak<Hold>) {
+    let Some(mut lost) = hold.upgrade().map(|hold| hold.lost.subscribe()) else { return };
+    loop {
+        let Some(pause) = hold.upgrade().map(|hold| hold.lease / 3) else { return };
+        if tokio::time::timeout(pause, lost.wait_for(Option::is_some)).await.is_ok() {
+            return;
+        }
+        // Tries as long as the lock could still be ours.
+        loop {
+            let Some(hold) = hold.upgrade() else { return };
+            let left = hold.valid_until.lock().remaining();
+            if left.is_zero() {
+                hold.lose(Lost::Unreachable);
+                return;
+            }
+            match tokio::time::timeout(left, hold.renew()).await {
+                Ok(Ok(())) => break,
+                Ok(Err(Error::Refused(code))) if !code.may_retry() => {
+                    hold.lose(Lost::Expired);
+                    return;
+                }
+                Ok(Err(_)) if matches!(hold.channel, Channel::Own(_)) => {
+                    // The server may have released it when the connection went.
+                    hold.lose(Lost::Disconnected);
+                    return;
+                }
+                Ok(Err(_)) => {}
+                Err(_) => continue,
+            }
+            drop(hold);
+            tokio::time::sleep(RENEW_RETRY.min(left)).await;
+        }
+    }
+}
+
+/// A held lock, semaphore slot, read or write lock, or leadership.
+///
+/// It is renewed in the background at a third of its lease. Act only while [`Guard::is_valid`]: that is
+/// counted from the *sending* of the last successful acquire or renewal, one per cent less than the lease,
+/// on a clock that also counts the time the machine was suspended.
+///
+/// Dropping it releases in the background; [`Guard::release`] waits for the server and tells the outcome.
+#[must_use = "a guard that is dropped releases its lock"]
+pub struct Guard {
+    hold: Arc<Hold>,
+    released: bool,
+}
+
+impl Guard {
+    /// Takes over a hold and begins to renew it.
+    pub(crate) fn new(hold: Arc<Hold>) -> Self {
+        tokio::spawn(keep_renewed(Arc::downgrade(&hold)));
+        Self { hold, released: false }
+    }
+
+    /// What is locked.
+    #[must_use]
+    pub fn key(&self) -> &[u8] {
+        &self.hold.key
+    }
+
+    /// The number of the grant: larger than that of every earlier holder of this key. Hand it to the storage you
+    /// write to, see [`crate::fencing`].
+    #[must_use]
+    pub fn fence(&self) -> u64 {
+        self.hold.fence()
+    }
+
+    /// The credential of the hold; whoever has it can release or renew.
+    #[must_use]
+    pub fn token(&self) -> &str {
+        self.hold.token.as_str()
+    }
+
+    /// The lease it is renewed with.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.hold.lease
+    }
+
+    /// Until when the lock is ours for sure, as far as is known now.
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        *self.hold.valid_until.lock()
+    }
+
+    /// Whether the lock is ours at this instant.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        self.hold.lost_reason().is_none() && !self.valid_until().remaining().is_zero()
+    }
+
+    /// Completes when the lock is no longer ours, with the reason.
+    pub async fn lost(&self) -> Lost {
+        let mut lost = self.hold.lost.subscribe();
+        let expired = async {
+            loop {
+                let left = self.valid_until().remaining();
+                if left.is_zero() {
+                    return Lost::Unreachable;
+                }
+                tokio::time::sleep(left).await;
+            }
+        };
+        tokio::select! {
+            biased;
+            reason = lost.wait_for(Option::is_some) => {
+                reason.ok().and_then(|reason| *reason).unwrap_or(Lost::Released)
+            }
+            reason = expired => {
+                self.hold.lose(reason);
+                self.hold.lost_reason().unwrap_or(reason)
+            }
+        }
+    }
+
+    /// Renews now, beside the renewals in the background.
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses or can not be asked.
+    pub async fn renew(&self) -> Result<(), Error> {
+        self.hold.renew().await
+    }
+
+    /// Releases, and tells whether the server agreed: an error means that the lock was lost before, or that the
+    /// outcome is not known and the lease will end it.
+    ///
+    /// # Errors
+    ///
+    /// See above.
+    pub async fn release(mut self) -> Result<(), Error> {
+        let outcome = self.hold.release().await;
+        // If the answer was lost, dropping tries once more; releasing twice does no harm.
+        self.released = !matches!(outcome, Err(Error::Unknown { .. }));
+        outcome
+    }
+
+    /// Gives up the guard without releasing: the lock is held until its lease ends or somebody releases it by its
+    /// token, which is returned.
+    #[must_use]
+    pub fn forget(mut self) -> String {
+        self.released = true;
+        self.hold.lose(Lost::Released);
+        self.hold.forget();
+        self.token().to_owned()
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if self.released {
+            return;
+        }
+        release_in_background(&self.hold);
+    }
+}
+
+/// A hold that is given back unless it becomes a guard.
+pub(crate) struct Unclaimed(Option<Arc<Hold>>);
+
+impl Unclaimed {
+    pub(crate) fn new(hold: Arc<Hold>) -> Self {
+        Self(Some(hold))
+    }
+
+    pub(crate) fn hold(&self) -> &Hold {
+        self.0.as_ref().expect("taken only by `claim`")
+    }
+
+    pub(crate) fn claim(mut self) -> Guard {
+        Guard::new(self.0.take().expect("taken only here"))
+    }
+}
+
+impl Drop for Unclaimed {
+    fn drop(&mut self) {
+        if let Some(hold) = &self.0 {
+            release_in_background(hold);
+        }
+    }
+}
+
+fn release_in_background(hold: &Arc<Hold>) {
+    let lost = hold.lost_reason().is_some();
+    hold.lose(Lost::Released);
+    hold.forget();
+    match &hold.channel {
+        Channel::Shared(link) => link.tell(&hold.release_request()),
+        Channel::Own(_) if lost => {}
+        Channel::Own(_) => {
+            let hold = Arc::clone(hold);
+            if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+                runtime.spawn(async move {
+                    let _ = tokio::time::timeout(RELEASE_TIMEOUT, hold.release()).await;
+                });
+            }
+        }
+    }
+}
+
+/// The part of a lease that a client may rely on: clocks may differ a little.
+fn validity(lease: Duration) -> Duration {
+    lease - lease / 100
+}
+
+pub(crate) fn unexpected(command: &str, line: &[u8]) -> Error {
+    // Only the status word: the rest may hold a token or a value.
+    let status = line.split(|&byte| byte == b' ').next().unwrap_or_default();
+    Error::Protocol {
+        command: command.to_owned(),
+        answer: String::from_utf8_lossy(status).into_owned(),
+    }
+}
+
+/// The refusal in an answer, or that it can not be understood.
+pub(crate) fn refusal(command: &str, line: &[u8]) -> Error {
+    let text = std::str::from_utf8(line).unwrap_or_default();
+    let word = text.split(' ').next().unwrap_or_default();
+    match ErrorCode::parse(word) {
+        Some(ErrorCode::Unknown) => {
+            Error::Unknown { reason: "the server does not know".to_owned() }
+        }
+        Some(code) => Error::Refused(code),
+        None => unexpected(command, line),
+    }
+}

@@ -1,0 +1,327 @@
+//! Counters, key-value entries, lists and barriers.
+
+use std::time::Duration;
+
+use dflockd_wire::{End, Op, Request, Response, SECONDS_MAX};
+
+use crate::client::{Client, check_key, check_value};
+use crate::error::Error;
+use crate::guard::refusal;
+
+/// Sends a request about a key and reads the answer.
+struct Asked {
+    op: Op,
+    line: Vec<u8>,
+}
+
+async fn ask(
+    client: &Client,
+    key: &[u8],
+    request: Request<'_>,
+    wait: Duration,
+) -> Result<Asked, Error> {
+    check_key(key)?;
+    let line = client.ask(key, &request, wait).await?;
+    Ok(Asked { op: request.op(), line })
+}
+
+impl Asked {
+    fn response(&self, client: &Client, key: &[u8]) -> Option<Response<'_>> {
+        Response::parse(self.op, &self.line, client.server(key).unit())
+    }
+
+    fn refusal(&self) -> Error {
+        refusal(self.op.name(), &self.line)
+    }
+
+    fn number(&self, client: &Client, key: &[u8]) -> Result<i64, Error> {
+        match self.response(client, key) {
+            Some(Response::Number(number)) => Ok(number),
+            _ => Err(self.refusal()),
+        }
+    }
+
+    fn done(&self, client: &Client, key: &[u8]) -> Result<(), Error> {
+        match self.response(client, key) {
+            Some(Response::Ok) => Ok(()),
+            _ => Err(self.refusal()),
+        }
+    }
+
+    fn value(&self, client: &Client, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
+        match self.response(client, key) {
+            Some(Response::Value(value)) => Ok(Some(value.to_vec())),
+            Some(Response::Nil | Response::Timeout) => Ok(None),
+            _ => Err(self.refusal()),
+        }
+    }
+}
+
+/// A counter of 64 bits.
+#[derive(Clone)]
+pub struct Counter {
+    client: Client,
+    key: Vec<u8>,
+}
+
+impl Counter {
+    pub(crate) fn new(client: &Client, key: Vec<u8>) -> Self {
+        Self { client: client.clone(), key }
+    }
+
+    /// Adds, and returns the new value.
+    ///
+    /// # Errors
+    ///
+    /// If it would overflow, or the server can not be asked.
+    pub async fn add(&self, delta: i64) -> Result<i64, Error> {
+        let request = Request::Add { key: &self.key, delta, decrement: false };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.number(&self.client, &self.key)
+    }
+
+    /// The value; 0 if it was never set.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn get(&self) -> Result<i64, Error> {
+        let request = Request::CounterGet { key: &self.key };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.number(&self.client, &self.key)
+    }
+
+    /// Sets the value.
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses or can not be asked.
+    pub async fn set(&self, value: i64) -> Result<(), Error> {
+        let request = Request::CounterSet { key: &self.key, value };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+    }
+}
+
+/// A key-value entry.
+#[derive(Clone)]
+pub struct Kv {
+    client: Client,
+    key: Vec<u8>,
+}
+
+impl Kv {
+    pub(crate) fn new(client: &Client, key: Vec<u8>) -> Self {
+        Self { client: client.clone(), key }
+    }
+
+    /// The value, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn get(&self) -> Result<Option<Vec<u8>>, Error> {
+        let request = Request::KvGet { key: &self.key };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.value(&self.client, &self.key)
+    }
+
+    /// Sets the value, for ever or for a time.
+    ///
+    /// # Errors
+    ///
+    /// If the value can not be sent, or the server refuses or can not be asked.
+    pub async fn set(&self, value: &[u8], ttl: Option<Duration>) -> Result<(), Error> {
+        check_kv(value)?;
+        let request = Request::KvSet { key: &self.key, value, ttl };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+    }
+
+    /// Deletes the value.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn delete(&self) -> Result<(), Error> {
+        let request = Request::KvDelete { key: &self.key };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+    }
+
+    /// Sets the value if the present one is `old` (none: if there is none). False if it is not.
+    ///
+    /// # Errors
+    ///
+    /// If a value can not be sent, or the server refuses or can not be asked.
+    pub async fn compare_and_set(
+        &self,
+        old: Option<&[u8]>,
+        new: &[u8],
+        ttl: Option<Duration>,
+    ) -> Result<bool, Error> {
+        check_kv(new)?;
+        old.map(check_kv).transpose()?;
+        let request = Request::KvCompareAndSet { key: &self.key, old, new, ttl };
+        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
+        match asked.response(&self.client, &self.key) {
+            Some(Response::Ok) => Ok(true),
+            Some(Response::CasConflict) => Ok(false),
+            _ => Err(asked.refusal()),
+        }
+    }
+}
+
+fn check_kv(value: &[u8]) -> Result<(), Error> {
+    check_value(value)?;
+    if value.contains(&b'\t') {
+        return Err(Error::Invalid("a KV value has no TAB".to_owned()));
+    }
+    Ok(())
+}
+
+/// A list, used from both ends.
+#[derive(Clone)]
+pub struct List {
+    client: Client,
+    key: Vec<u8>,
+}
+
+impl List {
+    pub(crate) fn new(client: &Client, key: Vec<u8>) -> Self {
+        Self { client: client.clone(), key }
+    }
+
+    /// Puts an item at the left end; returns the length, 0 if somebody was waiting for it.
+    ///
+    /// # Errors
+    ///
+    /// If the item can not be sent, or the server refuses or can not be asked.
+    pub async fn push_left(&self, value: &[u8]) -> Result<u64, Error> {
+        self.push(End::Left, value).await
+    }
+
+    /// Puts an item at the right end; returns the length, 0 if somebody was waiting for it.
+    ///
+    /// # Errors
+    ///
+    /// If the item can not be sent, or the server refuses or can not be asked.
+    pub async fn push_right(&self, value: &[u8]) -> Result<u64, Error> {
+        self.push(End::Right, value).await
+    }
+
+    /// Takes an item from the left end.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn pop_left(&self) -> Result<Option<Vec<u8>>, Error> {
+        self.pop(End::Left).await
+    }
+
+    /// Takes an item from the right end.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn pop_right(&self) -> Result<Option<Vec<u8>>, Error> {
+        self.pop(End::Right).await
+    }
+
+    /// Takes an item from the left end, waiting for one if there is none.
+    ///
+    /// If the future is dropped in the instant an item is handed over, the item is put back.
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses or can not be asked.
+    pub async fn pop_left_wait(&self, wait: Duration) -> Result<Option<Vec<u8>>, Error> {
+        self.pop_wait(End::Left, wait).await
+    }
+
+    /// Takes an item from the right end, waiting for one if there is none. See [`List::pop_left_wait`].
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses or can not be asked.
+    pub async fn pop_right_wait(&self, wait: Duration) -> Result<Option<Vec<u8>>, Error> {
+        self.pop_wait(End::Right, wait).await
+    }
+
+    /// How many items there are.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    #[expect(clippy::len_without_is_empty, reason = "it is a question to the server")]
+    pub async fn len(&self) -> Result<u64, Error> {
+        let request = Request::Length { key: &self.key };
+        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
+        asked
+            .number(&self.client, &self.key)
+            .map(|length| u64::try_from(length).unwrap_or_default())
+    }
+
+    /// Items from `start` to `stop`, both included, negative ones counted from the right. Bytes that are no UTF-8
+    /// come as U+FFFD.
+    ///
+    /// # Errors
+    ///
+    /// If the server can not be asked.
+    pub async fn range(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
+        let request = Request::Range { key: &self.key, start, stop };
+        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
+        match asked.response(&self.client, &self.key) {
+            Some(Response::Value(items)) => {
+                serde_json::from_slice(items).map_err(|_| asked.refusal())
+            }
+            _ => Err(asked.refusal()),
+        }
+    }
+
+    async fn push(&self, end: End, value: &[u8]) -> Result<u64, Error> {
+        check_value(value)?;
+        let request = Request::Push { key: &self.key, end, value };
+        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
+        asked
+            .number(&self.client, &self.key)
+            .map(|length| u64::try_from(length).unwrap_or_default())
+    }
+
+    async fn pop(&self, end: End) -> Result<Option<Vec<u8>>, Error> {
+        let request = Request::Pop { key: &self.key, end };
+        ask(&self.client, &self.key, request, Duration::ZERO).await?.value(&self.client, &self.key)
+    }
+
+    async fn pop_wait(&self, end: End, wait: Duration) -> Result<Option<Vec<u8>>, Error> {
+        let wait = wait.min(Duration::from_secs(SECONDS_MAX));
+        let request = Request::BlockingPop { key: &self.key, end, wait };
+        ask(&self.client, &self.key, request, wait).await?.value(&self.client, &self.key)
+    }
+}
+
+/// A barrier: all arrive, or none passes.
+#[derive(Clone)]
+pub struct Barrier {
+    client: Client,
+    key: Vec<u8>,
+    count: u32,
+}
+
+impl Barrier {
+    pub(crate) fn new(client: &Client, key: Vec<u8>, count: u32) -> Self {
+        Self { client: client.clone(), key, count }
+    }
+
+    /// Arrives and waits for the others. False if the time is over or another participant left: then nobody passes.
+    ///
+    /// A session can take part once: two participants need two clients.
+    ///
+    /// # Errors
+    ///
+    /// If the server refuses or can not be asked.
+    pub async fn wait(&self, wait: Duration) -> Result<bool, Error> {
+        let wait = wait.min(Duration::from_secs(SECONDS_MAX));
+        let request = Request::BarrierWait { key: &self.key, count: self.count, wait };
+        let asked = ask(&self.client, &self.key, request, wait).await?;
+        match asked.response(&self.client, &self.key) {
+            Some(Response::Ok) => Ok(true),
+            Some(Response::Timeout) => Ok(false),
+            _ => Err(asked.refusal()),
+        }
+    }
+}
