@@ -205,7 +205,7 @@ impl Server {
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 Way::Plain(Mutex::new(Vec::new()))
             }
-            Err(error) => return Err(address.unreachable(error)),
+            Err(error) => return Err(address.greeting_failed(&error)),
         };
         Ok(Self { address, way })
     }
@@ -217,7 +217,7 @@ impl Server {
         let mut words = Link::words(OnDisconnect::Release);
         words.push(&attach);
         let greeted = lines.greet(&address.client_name, &words, address.connect_timeout).await;
-        match greeted.map_err(|error| address.unreachable(error))? {
+        match greeted.map_err(|error| address.greeting_failed(&error))? {
             Some(words) if Link::suits(OnDisconnect::Keep, &words) => {
                 // Above all numbers that earlier clients of the session used, or their answers would come back.
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -117,7 +117,10 @@ async fn subscribe(address: &Address, subscription: &Subscription) -> Result<Lin
     let timeout = address.connect_timeout;
     // For the name in `stats`; a server that does not know it answers `error` and goes on.
     let greeted = lines.greet(&address.client_name, &[], timeout).await;
-    if greeted.is_err() {
+    if let Err(error) = greeted {
+        if error.kind() == std::io::ErrorKind::PermissionDenied {
+            return Err(Error::Auth);
+        }
         // The first generations hang up on what they do not know.
         lines = address.connect().await?;
     }

@@ -392,7 +392,7 @@ impl Link {
             let attach = format!("attach={session}");
             let words = [&["mux", "ms", "fence", "lost", "lease-status"][..], &[&attach]].concat();
             let greeted = lines.greet(&name, &words, timeout).await;
-            if greeted.map_err(|error| self.address.unreachable(error))?.is_some() {
+            if greeted.map_err(|error| self.address.greeting_failed(&error))?.is_some() {
                 self.handle_connected(Some(session));
                 return Ok(lines);
             }
@@ -400,7 +400,7 @@ impl Link {
         }
         let words = Self::words(self.on_disconnect);
         let greeted = lines.greet(&name, &words, timeout).await;
-        match greeted.map_err(|error| self.address.unreachable(error))? {
+        match greeted.map_err(|error| self.address.greeting_failed(&error))? {
             Some(words) if Self::suits(self.on_disconnect, &words) => {
                 self.handle_connected(session_of(&words));
                 Ok(lines)

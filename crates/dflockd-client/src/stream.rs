@@ -99,6 +99,14 @@ impl Address {
         Ok(lines)
     }
 
+    /// What a failed greeting means.
+    pub(crate) fn greeting_failed(&self, error: &io::Error) -> Error {
+        if error.kind() == io::ErrorKind::PermissionDenied {
+            return Error::Auth;
+        }
+        self.unreachable(error)
+    }
+
     pub(crate) fn unreachable(&self, reason: impl ToString) -> Error {
         Error::Unreachable { server: self.name.clone(), reason: reason.to_string() }
     }
@@ -177,6 +185,9 @@ impl Lines {
     ) -> io::Result<Option<Vec<String>>> {
         let request = Request::Hello { name, words: words.to_vec() };
         let answer = self.ask(&request, timeout).await?;
+        if answer == ErrorCode::Auth.text().as_bytes() {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         let accepted = match Response::parse(Op::Hello, &answer, Unit::Seconds) {
             Some(Response::Value(words)) => String::from_utf8_lossy(words).into_owned(),
             Some(Response::Ok) => String::new(),

@@ -18,6 +18,10 @@ impl<T> Arena<T> {
     }
 
     pub(crate) fn insert(&mut self, entry: T) -> Slot {
+        if self.0.len() == self.0.capacity() {
+            // A quarter at a time: doubling would leave up to half of the memory unused.
+            self.0.reserve_exact((self.0.len() / 4).max(4));
+        }
         let slot = Slot::try_from(self.0.insert(entry)).expect("fewer than 2^32 entries");
         assert!(slot != NONE, "arena is full");
         slot

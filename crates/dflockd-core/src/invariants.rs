@@ -1,6 +1,7 @@
 //! What is true of every store between two commands. Tests check it after each one, and a snapshot must
 //! pass before it is used.
 
+use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
 
@@ -12,6 +13,9 @@ use crate::store::{IdleValue, Store};
 use crate::subscription::Owned;
 use crate::types::{Fence, SessionId, Space};
 use crate::view::LockKind;
+
+/// Where counting must end.
+const COUNT_MAX: u64 = 1 << 62;
 
 macro_rules! ensure {
     ($condition:expr, $($message:tt)+) => {
@@ -54,6 +58,7 @@ impl Store {
             self.verify_session(id, session, &mut totals)?;
         }
         ensure!(totals.owned_holds == totals.session_holds, "holds of no session");
+        ensure!(totals.enqueued == totals.session_enqueued, "enqueued claims without a record");
         self.verify_values(&mut totals)?;
         ensure!(totals.blocked == totals.session_blocked, "blocked requests of no session");
         totals.timers += self
@@ -65,6 +70,9 @@ impl Store {
         ensure!(totals.timers == self.deadlines.timers().len(), "timers of nobody");
         let last_serial = self.deadlines.last_used_serial();
         ensure!(last_serial <= self.deadlines.serial(), "timer numbers would repeat");
+        // What counts up must not run out: nothing here gets this far by counting.
+        ensure!(self.deadlines.serial() < COUNT_MAX, "timer numbers run out");
+        ensure!(self.revision().0 < COUNT_MAX, "revisions run out");
         self.verify_subscriptions()?;
         let kept = self.changes.len() as u64;
         ensure!(kept <= self.limits.events_max, "too many changes kept");
@@ -72,6 +80,8 @@ impl Store {
         ensure!(ordered.clone().all(|(a, b)| a.revision < b.revision), "changes out of order");
         let first = self.changes.front().map(|change| change.revision.0);
         ensure!(first != Some(0), "a change without a revision");
+        let last = self.changes.back().map(|change| change.revision);
+        ensure!(last <= Some(self.revision()), "a change from the future");
         Ok(())
     }
 
@@ -122,6 +132,7 @@ impl Store {
             ensure!(claim.request.is_none() && claim.timer.is_none(), "{last:?} still waits");
             ensure!(!claim.orphaned || !claim.enqueued, "{last:?} is an enqueued orphan");
             totals.owned_holds += usize::from(!claim.orphaned);
+            totals.enqueued += usize::from(claim.enqueued);
             totals.holds += 1;
         }
         ensure!(last <= lock.last_fence, "{key:?} forgot its last fence");
@@ -132,10 +143,14 @@ impl Store {
             ensure!(claim.request.is_some() || claim.enqueued, "{key:?} has a waiter of nobody");
             ensure!(claim.request.is_some() == claim.timer.is_some(), "{key:?} waits without end");
             totals.timers += usize::from(claim.timer.is_some());
+            totals.enqueued += usize::from(claim.enqueued);
             totals.blocked += usize::from(claim.request.is_some());
         }
         let idle = lock.holders.is_empty() && lock.queue.is_empty();
         ensure!(idle == lock.idle_since.is_some(), "{key:?} has a wrong idle mark");
+        let right = lock.space == self.space(lock.space);
+        ensure!(right, "{key:?} is in a namespace that is not used");
+        ensure!(lock.idle_since <= Some(self.now), "{key:?} is idle from the future");
         totals.idle += usize::from(idle);
         totals.claims += (lock.holders.len() + lock.queue.len()) as usize;
         Ok(())
@@ -185,6 +200,7 @@ impl Store {
                     let right = claim.session == id && claim.enqueued;
                     ensure!(right, "{id:?} has a wrong enqueue record");
                     ensure!(lock.space == *space && lock.key == *key, "{id:?} enqueued elsewhere");
+                    totals.session_enqueued += 1;
                 }
                 Enqueued::Expired(number) => {
                     let note = session.notes.get(number);
@@ -195,10 +211,13 @@ impl Store {
         let notes = session.enqueued.values();
         let notes = notes.filter(|state| matches!(state, Enqueued::Expired(_))).count();
         ensure!(notes == session.notes.len(), "{id:?} has lost notes");
+        let last_note = session.notes.last_key_value().map_or(0, |(number, _)| *number);
+        ensure!(last_note < COUNT_MAX, "{id:?} runs out of notes");
         if let Some(results) = &session.results {
             ensure!(results.kept.len() == results.order.len(), "{id:?} has lost results");
-            let known = results.order.iter().all(|request| results.kept.contains_key(request));
-            ensure!(known, "{id:?} has unknown results");
+            let ordered: BTreeSet<_> = results.order.iter().collect();
+            ensure!(results.kept.keys().eq(ordered), "{id:?} has unknown results");
+            ensure!(results.bytes == results.bytes_kept(), "{id:?} has miscounted results");
         }
         totals.timers += usize::from(session.detached.is_some());
         let timer = session.detached.map(|(_, key)| self.deadlines.timers().get(&key));
@@ -227,6 +246,8 @@ impl Store {
         ensure!(idle == self.idle_values.len(), "idle values that do not exist");
         for (key, list) in &self.lists {
             ensure!(list.items.is_empty() != list.poppers.is_empty(), "list {key:?} is wrong");
+            let in_order = list.poppers.iter().all(|(&place, popper)| place == popper.timer.1);
+            ensure!(in_order, "list {key:?} has poppers out of order");
             totals.timers += list.poppers.len();
             totals.blocked += list.poppers.len();
         }
@@ -285,7 +306,8 @@ impl Store {
             listed += sessions.len();
         }
         for (key, sessions) in &self.observers.0 {
-            for reason in sessions.values() {
+            for (id, reason) in sessions {
+                ensure!(self.sessions.contains_key(id), "{key:?} has an observer that is gone");
                 ensure!(reason.explicit || reason.leads, "{key:?} has an observer for nothing");
                 listed += usize::from(reason.explicit);
             }
@@ -301,6 +323,8 @@ struct Totals {
     holds: usize,
     owned_holds: usize,
     session_holds: usize,
+    enqueued: usize,
+    session_enqueued: usize,
     idle: usize,
     timers: usize,
     blocked: usize,

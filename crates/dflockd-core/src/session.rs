@@ -54,11 +54,16 @@ pub(crate) struct Results {
     /// In the order they were made.
     pub(crate) order: VecDeque<RequestId>,
     pub(crate) bytes: u64,
-    /// The highest request whose result had to go unacknowledged.
+    /// The highest request whose result is gone.
     pub(crate) forgotten: Option<RequestId>,
 }
 
 impl Results {
+    /// What `bytes` must be.
+    pub(crate) fn bytes_kept(&self) -> u64 {
+        self.kept.values().map(size).sum()
+    }
+
     fn keep(&mut self, request: RequestId, outcome: &Outcome, limits: &Limits) {
         self.bytes += size(outcome);
         self.kept.insert(request, outcome.clone());
@@ -76,6 +81,8 @@ impl Results {
     fn acknowledge(&mut self, up_to: RequestId) {
         let later = self.kept.split_off(&RequestId(up_to.0.saturating_add(1)));
         let gone = core::mem::replace(&mut self.kept, later);
+        // Acknowledged or not, what was answered once is never executed again.
+        self.forgotten = self.forgotten.max(gone.last_key_value().map(|(&request, _)| request));
         self.bytes -= gone.values().map(size).sum::<u64>();
         self.order.retain(|request| !gone.contains_key(request));
     }

@@ -4,6 +4,7 @@
 //! give equal bytes. What can be derived (indexes, chains, counts) is not written but rebuilt, and what was
 //! read is verified before it is used.
 
+use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -271,7 +272,7 @@ impl Store {
             }
         }
         session.subscriptions = data.subscriptions;
-        self.sessions.insert(id, session);
+        self.sessions.insert(id, Box::new(session));
     }
 
     fn restore_locks(&mut self, locks: Vec<LockData>) -> Result<(), String> {

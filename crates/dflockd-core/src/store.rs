@@ -1,5 +1,6 @@
 //! The store: all state, and `apply`, the only way to change it.
 
+use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -37,7 +38,8 @@ pub struct Store {
     pub(crate) barriers: BTreeMap<Bytes, Barrier>,
     /// Zero counters, and with `kv_idle_gc` the KV entries without TTL, by their last change.
     pub(crate) idle_values: BTreeSet<(Timestamp, IdleValue, Bytes)>,
-    pub(crate) sessions: HashMap<SessionId, Session, FixedState>,
+    /// Each in a box of its own: a table with room to grow should not hold them by value.
+    pub(crate) sessions: HashMap<SessionId, Box<Session>, FixedState>,
     pub(crate) subscriptions: Subscriptions,
     pub(crate) observers: Observers,
     pub(crate) deadlines: Deadlines,
@@ -336,6 +338,6 @@ impl Store {
     }
 
     pub(crate) fn session(&mut self, id: SessionId) -> &mut Session {
-        self.sessions.entry(id).or_insert_with(Session::new)
+        self.sessions.entry(id).or_insert_with(|| Box::new(Session::new()))
     }
 }

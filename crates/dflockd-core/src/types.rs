@@ -172,7 +172,8 @@ pub enum End {
     Right,
 }
 
-/// Every bound and every switch that [`Store::apply`](crate::Store::apply) looks at. 0 means unlimited where a field says so.
+/// Every bound and every switch that [`Store::apply`](crate::Store::apply) looks at. 0 means unlimited
+/// where a field says so.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Unique keys of mutexes, semaphores, elections and read-write locks together.

@@ -269,13 +269,13 @@ impl Engine {
         }
     }
 
-    /// The name of a session for people.
-    pub fn label(&self, id: SessionId) -> String {
+    /// The name of a session for people, if it still exists.
+    pub fn label(&self, id: SessionId) -> Option<Arc<str>> {
         self.router.label(id)
     }
 
     /// A new session whose answers go to `sink`.
-    pub fn open(&self, sink: Arc<dyn Sink>, label: String) -> Attachment {
+    pub fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
         self.router.open(sink, label)
     }
 
@@ -296,7 +296,7 @@ impl Engine {
         let session = self.router.find_kept(secret)?;
         let (sink, label) = {
             let state = by.session.state.lock();
-            (state.sink.clone()?, state.label.clone())
+            (state.sink.clone()?, Arc::clone(&state.label))
         };
         let epoch = {
             let mut state = session.state.lock();
@@ -554,8 +554,10 @@ impl Engine {
                 }
             }
             Effect::Push { session, push, group } => {
-                if self.push(session, &push, pokes) != Pushed::Full {
-                    return;
+                let pushed = self.push(session, &push, pokes);
+                match pushed {
+                    Pushed::First | Pushed::Behind | Pushed::Urgent => return,
+                    Pushed::Full | Pushed::Gone => {}
                 }
                 let others = group.iter().flat_map(|group| store.group_members(group));
                 for other in others.filter(|&other| other != session) {
@@ -564,7 +566,8 @@ impl Engine {
                         Pushed::First | Pushed::Behind | Pushed::Urgent => return,
                     }
                 }
-                if let Some(session) = self.router.get(session)
+                if pushed == Pushed::Full
+                    && let Some(session) = self.router.get(session)
                     && let Some(sink) = &session.state.lock().sink
                 {
                     sink.overflow();

@@ -20,8 +20,12 @@ pub trait Sink: Send + Sync {
     fn overflow(&self);
     /// The session is no longer this sink's: finish what is written and close.
     fn close(&self);
-    /// Handles what was put aside.
+    /// Handles what was put aside, unless somebody is at it, who will.
     fn poke(&self);
+    /// The same for a sink that is nearly full: waits a little for whoever is at it.
+    fn poke_patiently(&self) {
+        self.poke();
+    }
 }
 
 /// What became of something handed to a sink.
@@ -42,7 +46,7 @@ pub enum Pushed {
 /// Sinks to poke once no lock is held.
 #[derive(Default)]
 pub struct Pokes {
-    sinks: Vec<Arc<dyn Sink>>,
+    sinks: Vec<(Arc<dyn Sink>, bool)>,
     urgent: bool,
 }
 
@@ -60,19 +64,23 @@ impl Pokes {
     }
 
     pub(crate) fn add(&mut self, sink: &Arc<dyn Sink>) {
-        self.sinks.push(Arc::clone(sink));
+        self.sinks.push((Arc::clone(sink), false));
     }
 
     pub(crate) fn add_urgent(&mut self, sink: &Arc<dyn Sink>) {
-        self.add(sink);
+        self.sinks.push((Arc::clone(sink), true));
         self.urgent = true;
     }
 
     /// Pokes them all.
     pub fn run(&mut self) {
         self.urgent = false;
-        for sink in self.sinks.drain(..) {
-            sink.poke();
+        for (sink, urgent) in self.sinks.drain(..) {
+            if urgent {
+                sink.poke_patiently();
+            } else {
+                sink.poke();
+            }
         }
     }
 }
@@ -92,7 +100,7 @@ pub(crate) struct Session {
 
 pub(crate) struct State {
     pub(crate) sink: Option<Arc<dyn Sink>>,
-    pub(crate) label: String,
+    pub(crate) label: Arc<str>,
     /// Set if the session outlives its connection.
     pub(crate) secret: Option<SessionSecret>,
 }
@@ -139,7 +147,7 @@ impl Attachment {
     }
 
     /// Gives the session a name that people see.
-    pub fn set_label(&self, label: String) {
+    pub fn set_label(&self, label: Arc<str>) {
         self.session.state.lock().label = label;
     }
 
@@ -175,7 +183,7 @@ impl Router {
         }
     }
 
-    pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: String) -> Attachment {
+    pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
         let id = SessionId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1);
         let state = State { sink: Some(sink), label, secret: None };
         let session = Arc::new(Session {
@@ -210,8 +218,8 @@ impl Router {
         self.kept.lock().get(&secret).cloned()
     }
 
-    pub(crate) fn label(&self, id: SessionId) -> String {
-        self.get(id).map(|session| session.state.lock().label.clone()).unwrap_or_default()
+    pub(crate) fn label(&self, id: SessionId) -> Option<Arc<str>> {
+        self.get(id).map(|session| Arc::clone(&session.state.lock().label))
     }
 
     fn part(&self, id: SessionId) -> &RwLock<HashMap<SessionId, Arc<Session>>> {

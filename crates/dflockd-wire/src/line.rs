@@ -99,6 +99,12 @@ impl Decoder {
         self.start_frame();
     }
 
+    /// Whether the decoder is inside a line that is too long.
+    #[must_use]
+    pub const fn is_draining(&self) -> bool {
+        self.draining
+    }
+
     /// How many lines of the frame in progress are complete, 0 to 2.
     #[must_use]
     pub const fn lines_complete(&self) -> usize {

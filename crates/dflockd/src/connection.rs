@@ -54,8 +54,11 @@ pub struct Inbox {
     pushes: AtomicUsize,
     /// The client wants to hear of lost holds.
     wants_lost: AtomicBool,
+    /// Too slow: nothing more is told.
     overflowed: AtomicBool,
     closing: AtomicBool,
+    /// One of the two has just been set.
+    ending: AtomicBool,
     closed: AtomicBool,
 }
 
@@ -75,6 +78,9 @@ impl Inbox {
         let mut pushes = 0;
         if is_push {
             pushes = self.pushes.load(Ordering::Relaxed);
+            if self.overflowed.load(Ordering::Relaxed) {
+                return Pushed::Gone;
+            }
             if pushes >= PUSHES_MAX {
                 return Pushed::Full;
             }
@@ -93,18 +99,18 @@ impl Inbox {
     /// The client is too slow.
     pub fn overflow(&self) {
         self.overflowed.store(true, Ordering::Relaxed);
+        self.ending.store(true, Ordering::Release);
     }
 
     /// The session is no longer this connection's.
     pub fn close(&self) {
         self.closing.store(true, Ordering::Relaxed);
+        self.ending.store(true, Ordering::Release);
     }
 
     /// Whether there is something to handle.
     pub fn is_empty(&self) -> bool {
-        self.messages.lock().is_empty()
-            && !self.overflowed.load(Ordering::Relaxed)
-            && !self.closing.load(Ordering::Relaxed)
+        self.messages.lock().is_empty() && !self.ending.load(Ordering::Acquire)
     }
 
     fn take(&self) -> VecDeque<Message> {
@@ -129,7 +135,7 @@ pub struct Connection {
     service: Arc<Service>,
     inbox: Arc<Inbox>,
     me: Attachment,
-    peer: String,
+    peer: Arc<str>,
     phase: Phase,
     decoder: Decoder,
     /// Input that is not used yet: part of a request, or what came behind a blocking one.
@@ -151,10 +157,16 @@ pub struct Connection {
     /// The request that everything behind it waits for; never on a numbered connection.
     blocked: Option<(RequestId, Open)>,
     /// The requests of a numbered connection that are not answered.
-    open: Option<HashMap<RequestId, Open>>,
+    #[expect(
+        clippy::box_collection,
+        reason = "few connections are numbered, and all pay for the room"
+    )]
+    open: Option<Box<HashMap<RequestId, Open>>>,
     last_request: u64,
     /// The client sends nothing more.
     input_ended: bool,
+    /// Waits end because the server shuts down.
+    draining: bool,
     /// How many requests there were.
     frames: u64,
     /// Answers that would be lost with the connection, until the output is written up to where they end.
@@ -198,7 +210,7 @@ struct Deadlines {
 impl Connection {
     /// A conversation that begins now.
     #[must_use]
-    pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: String) -> Self {
+    pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: Arc<str>) -> Self {
         let now = service.engine.clock().now();
         let phase = if service.auth.load().is_some() { Phase::Stranger } else { Phase::Ready };
         let wishes = Wishes { fence: service.wire_fence, lease_status: service.wire_fence };
@@ -224,6 +236,7 @@ impl Connection {
             open: None,
             last_request: 0,
             input_ended: false,
+            draining: false,
             frames: 0,
             unwritten: VecDeque::new(),
             held_back: false,
@@ -271,11 +284,15 @@ impl Connection {
     /// Handles what others left in the inbox.
     pub fn handle_messages(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
-        let had_messages = self.print_messages();
-        if self.inbox.overflowed.load(Ordering::Relaxed) {
+        let ending = self.inbox.ending.swap(false, Ordering::AcqRel);
+        if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
             tracing::warn!(peer = %self.peer, "closed: it reads its pushes too slowly");
+            // What was put aside stays there: after a line that was dropped nothing more may be told.
             self.phase = Phase::Over;
-        } else if self.inbox.closing.swap(false, Ordering::Relaxed) {
+            return self.arm();
+        }
+        let had_messages = self.print_messages();
+        if ending {
             self.close();
         }
         if had_messages {
@@ -295,11 +312,11 @@ impl Connection {
         match self.phase {
             Phase::Stranger if due(self.deadlines.read) => self.refuse_stranger(),
             Phase::Ready if due(self.deadlines.read) => {
-                self.reject(None, ParseError::READ_TIMEOUT);
+                self.reject(self.no_number(), ParseError::READ_TIMEOUT);
                 self.close();
             }
             Phase::Ready if due(self.deadlines.idle) => {
-                self.respond(None, &Response::Error(ErrorCode::Error));
+                self.respond(self.no_number(), &Response::Error(ErrorCode::Error));
                 self.close();
             }
             Phase::Stranger | Phase::Ready | Phase::Closing(_) | Phase::Over => {}
@@ -310,20 +327,27 @@ impl Connection {
     /// The server is shutting down: waits end, and so does the connection if it had one.
     pub fn handle_drain(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
-        let blocked = self.blocked.take();
-        let open = self.open.take().unwrap_or_default();
-        let mut waiting: Vec<_> = blocked.into_iter().chain(open).collect();
+        let open = self.open.iter().flat_map(|open| open.iter());
+        let open = open.map(|(request, open)| (*request, *open));
+        let mut waiting: Vec<_> = self.blocked.into_iter().chain(open).collect();
         waiting.sort_by_key(|(request, _)| *request);
-        for (request, Open { place, .. }) in &waiting {
-            if let Some(place) = place {
-                self.service.engine.cancel(&self.me, *request, *place, pokes);
+        if waiting.is_empty() {
+            return;
+        }
+        self.draining = true;
+        for (request, open) in waiting {
+            match open.place {
+                // What comes of it arrives in the inbox: the end of the wait, or what came first.
+                Some(place) => self.service.engine.cancel(&self.me, request, place, pokes),
+                None => {
+                    self.take_open(request);
+                    let number = self.number_of(request);
+                    self.respond(number, &Response::Error(ErrorCode::Draining));
+                }
             }
-            let number = self.number_of(*request);
-            self.respond(number, &Response::Error(ErrorCode::Draining));
         }
-        if !waiting.is_empty() {
-            self.close();
-        }
+        self.print_messages();
+        self.close();
         self.arm();
     }
 
@@ -363,6 +387,9 @@ impl Connection {
     /// So many bytes of the output are written.
     pub fn handle_written(&mut self, count: usize) {
         self.written += count;
+        if self.written < self.output.len() {
+            self.now = self.service.engine.clock().now();
+        }
         self.deadlines.write_progress += count;
         while self.unwritten.front().is_some_and(|(end, ..)| *end <= self.written) {
             self.unwritten.pop_front();
@@ -425,7 +452,7 @@ impl Connection {
     fn has_done_all(&self) -> bool {
         let making_text = |open: &Open| open.place.is_none();
         let blocked = self.blocked.as_ref().map(|(_, open)| open);
-        let open = self.open.as_ref().into_iter().flat_map(HashMap::values);
+        let open = self.open.iter().flat_map(|open| open.values());
         !self.held_back && !blocked.into_iter().chain(open).any(making_text)
     }
 
@@ -461,6 +488,7 @@ impl Connection {
     /// Executes the requests in the pending input.
     fn resume(&mut self, pokes: &mut Pokes) {
         if self.pending.is_empty() {
+            self.held_back = false;
             return;
         }
         let mut pending = std::mem::take(&mut self.pending);
@@ -494,14 +522,25 @@ impl Connection {
                 }
             }
         }
-        self.held_back = self.output().len() >= OUTPUT_HIGH;
+        self.held_back = self.must_write_first() && used < input.len();
         if matches!(self.phase, Phase::Closing(_) | Phase::Over) { input.len() } else { used }
+    }
+
+    /// Whether a request has begun and not ended.
+    fn is_within_request(&self) -> bool {
+        !self.pending.is_empty() || self.decoder.is_draining()
     }
 
     fn can_execute(&self) -> bool {
         matches!(self.phase, Phase::Stranger | Phase::Ready)
             && self.blocked.is_none()
-            && self.output().len() < OUTPUT_HIGH
+            && !self.must_write_first()
+    }
+
+    /// Whether the output must be written before anything else is executed: there is much of it, or it holds so many
+    /// pushes to this very connection that their queue would overflow.
+    fn must_write_first(&self) -> bool {
+        self.output().len() >= OUTPUT_HIGH || self.pushes_printed >= PUSHES_URGENT
     }
 
     /// Serves the readers of what this connection sends before their queues are full.
@@ -542,7 +581,7 @@ impl Connection {
             return self.close();
         }
         if self.numbered && frame.number.is_none() {
-            return self.reject(Some(0), ParseError::BAD_NUMBER);
+            return self.reject(self.no_number(), ParseError::BAD_NUMBER);
         }
         let Some(op) = op else {
             return self.reject(frame.number, ParseError::UNKNOWN_COMMAND);
@@ -588,8 +627,7 @@ impl Connection {
         if self.phase == Phase::Stranger {
             return self.refuse_stranger();
         }
-        let number = self.numbered.then_some(0);
-        self.reject(number, ParseError::LINE_TOO_LONG);
+        self.reject(self.no_number(), ParseError::LINE_TOO_LONG);
         self.close();
     }
 
@@ -618,10 +656,12 @@ impl Connection {
         match translate::ask(request, rand::random) {
             Asked::Command(command) => {
                 let place = undoable(&command).map(|key| self.service.engine.place(key));
-                self.audit(request);
                 let keep = self.kept && self.numbered;
                 match self.service.engine.submit(&self.me, id, keep, command, pokes) {
-                    Submitted::Done(outcome) => self.answer(op, number, place, outcome),
+                    Submitted::Done(outcome) => {
+                        self.audit(request, &outcome);
+                        self.answer(op, number, place, outcome);
+                    }
                     Submitted::Later(place) => self.wait(id, op, Some(place)),
                     Submitted::Gone => self.close(),
                 }
@@ -710,7 +750,7 @@ impl Connection {
 
     /// Agrees on features.
     fn greet(&mut self, number: Option<u64>, name: &str, words: &[&str], pokes: &mut Pokes) {
-        self.me.set_label(name.to_owned());
+        self.me.set_label(name.into());
         let mut accepted = Vec::new();
         if let Some(secret) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
             let attached = parse_secret(secret)
@@ -749,7 +789,7 @@ impl Connection {
         self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
         if numbered {
             self.numbered = true;
-            self.open = Some(HashMap::new());
+            self.open = Some(Box::default());
             self.decoder.set_numbered(true);
         }
     }
@@ -789,8 +829,12 @@ impl Connection {
 
     fn answer_open(&mut self, id: RequestId, outcome: Outcome) {
         // Not there: it was asked on an earlier connection of this session and will be repeated.
-        if let Some(Open { op, place }) = self.take_open(id) {
-            self.answer(op, self.number_of(id), place, outcome);
+        let Some(Open { op, place }) = self.take_open(id) else { return };
+        let number = self.number_of(id);
+        if self.draining && outcome == Outcome::Timeout {
+            self.respond(number, &Response::Error(ErrorCode::Draining));
+        } else {
+            self.answer(op, number, place, outcome);
         }
     }
 
@@ -841,13 +885,14 @@ impl Connection {
         self.service.admin.load().as_ref().is_some_and(|admin| admin.matches(token))
     }
 
-    fn audit(&self, request: &Request<'_>) {
+    fn audit(&self, request: &Request<'_>, outcome: &Outcome) {
         if let Request::ForceRelease { key, fence, reason, .. } = *request {
             tracing::info!(
                 audit = true,
                 by = self.me.id().0,
                 key = %key.escape_ascii(),
                 fence,
+                known = *outcome == Outcome::Done,
                 reason,
                 "hold ended by an operator"
             );
@@ -860,6 +905,11 @@ impl Connection {
             // The bits from 40 on tell the connections of a kept session apart.
             RequestId::UNREPEATABLE | self.me.epoch() << 40 | self.last_request
         }))
+    }
+
+    /// What an answer to no request in particular is numbered.
+    fn no_number(&self) -> Option<u64> {
+        self.numbered.then_some(0)
     }
 
     fn number_of(&self, id: RequestId) -> Option<u64> {
@@ -875,7 +925,7 @@ impl Connection {
         let service = &self.service;
         let reading = match self.phase {
             Phase::Stranger => true,
-            Phase::Ready => !self.pending.is_empty() && self.blocked.is_none(),
+            Phase::Ready => self.blocked.is_none() && self.is_within_request(),
             Phase::Closing(_) | Phase::Over => false,
         } && self.output().len() < OUTPUT_HIGH;
         let progress = (self.frames, self.decoder.lines_complete());
@@ -888,7 +938,7 @@ impl Connection {
 
         let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
         let idle = self.phase == Phase::Ready
-            && self.pending.is_empty()
+            && !self.is_within_request()
             && self.blocked.is_none()
             && !open
             && self.output().is_empty();

@@ -37,9 +37,9 @@ impl LocalServer {
     pub async fn converse(&self, mut stream: impl AsyncRead + AsyncWrite + Unpin) {
         let peer = Arc::new(Peer::default());
         let sink: Arc<dyn Sink> = Arc::<Peer>::clone(&peer);
-        let me = self.service.engine.open(sink, "local".to_owned());
+        let me = self.service.engine.open(sink, "local".into());
         let inbox = Arc::clone(&peer.inbox);
-        let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".to_owned());
+        let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".into());
         let mut talk = Talk(connection);
         let connection = &mut talk.0;
         let mut pokes = Pokes::new();

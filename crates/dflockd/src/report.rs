@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use dflockd_core::{
@@ -15,7 +16,9 @@ use crate::service::{Service, seconds};
 
 /// Holders and waiters shown per lock in `stats`.
 const STATS_EACH_MAX: usize = 32;
-/// The same in `inspect`.
+/// What every client that reads `stats` takes as one line. A longer text names no holders and waiters.
+const STATS_BYTES_MAX: usize = 1 << 20;
+/// Holders and waiters shown per key in `inspect`.
 const INSPECT_EACH_MAX: usize = 1000;
 
 #[derive(Serialize)]
@@ -89,7 +92,7 @@ struct Holder {
     fence: String,
     expires_in_s: f64,
     held_s: f64,
-    client: String,
+    client: Arc<str>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     writer: bool,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
@@ -100,7 +103,7 @@ struct Holder {
 struct Waiter {
     conn: u64,
     waiting_s: f64,
-    client: String,
+    client: Arc<str>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     writer: bool,
 }
@@ -206,10 +209,29 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
         pattern: text(&channel.pattern),
         watchers: channel.sessions,
     }));
+    let text = json(&stats);
+    if text.len() < STATS_BYTES_MAX {
+        return text;
+    }
+    stats.name_nobody();
     json(&stats)
 }
 
 impl<'a> Stats<'a> {
+    /// Leaves only the numbers of holders and waiters; `inspect` has the names.
+    fn name_nobody(&mut self) {
+        let count = |names: usize| u32::try_from(names).unwrap_or(u32::MAX);
+        let locks = self.locks.iter_mut().map(|lock| &mut lock.who);
+        for who in locks.chain(self.rw_locks.iter_mut().map(|lock| &mut lock.who)) {
+            who.holders_more += count(std::mem::take(&mut who.holders).len());
+            who.queue_more += count(std::mem::take(&mut who.queue).len());
+        }
+        for semaphore in &mut self.semaphores {
+            semaphore.held_by_more += count(std::mem::take(&mut semaphore.held_by).len());
+            semaphore.queue_more += count(std::mem::take(&mut semaphore.queue).len());
+        }
+    }
+
     fn add_lock(&mut self, lock: &'a LockView, labels: &mut Labels<'_>) {
         let key = text(&lock.key);
         let kind = KeyKind::of_lock(lock.space, lock.kind);
@@ -384,13 +406,13 @@ pub(crate) fn ls(service: &Service, prefix: &[u8], after: Option<&[u8]>, limit: 
 /// Names of sessions, each looked up once.
 struct Labels<'a> {
     service: &'a Service,
-    known: HashMap<SessionId, String>,
+    known: HashMap<SessionId, Arc<str>>,
 }
 
 impl Labels<'_> {
-    fn of(&mut self, session: SessionId) -> String {
-        let engine = &self.service.engine;
-        self.known.entry(session).or_insert_with(|| engine.label(session)).clone()
+    fn of(&mut self, session: SessionId) -> Arc<str> {
+        let label = || self.service.engine.label(session).unwrap_or_else(|| "".into());
+        Arc::clone(self.known.entry(session).or_insert_with(label))
     }
 
     fn who(&mut self, lock: &LockView) -> Who {

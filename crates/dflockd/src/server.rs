@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Context;
 use dflockd_engine::Clock;
 use rustls::ServerConfig;
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, mpsc};
 
 use crate::config::Config;
@@ -16,6 +16,7 @@ use crate::service::Service;
 use crate::tcp::Peers;
 use crate::tls;
 
+const BACKLOG: u32 = 4096;
 /// How often memory that is only there for speed is given back.
 const TIDY: Duration = Duration::from_secs(10);
 
@@ -49,7 +50,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         tokio::task::spawn_blocking(job);
     };
     let service = Arc::new(Service::new(&config, Clock::system(), background)?);
-    let listener = TcpListener::bind((config.host.as_str(), config.port))
+    let listener = listen(&config.host, config.port)
         .await
         .with_context(|| format!("cannot listen on {}:{}", config.host, config.port))?;
     let address = listener.local_addr()?;
@@ -65,14 +66,20 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
 }
 
 impl Running {
-    /// Serves until told to terminate and all connections are gone, or the time for that is over.
-    pub async fn serve(self, mut signals: mpsc::UnboundedReceiver<Signal>) {
+    /// Serves until told to terminate, which calls `stopping`, and all connections are gone or the time for that is
+    /// over.
+    pub async fn serve(
+        self,
+        mut signals: mpsc::UnboundedReceiver<Signal>,
+        stopping: impl FnOnce(),
+    ) {
         while let Some(signal) = signals.recv().await {
             match signal {
                 Signal::Reload => self.reload(),
                 Signal::Terminate => break,
             }
         }
+        stopping();
         self.drain(&mut signals).await;
         self.service.engine.stop();
     }
@@ -123,6 +130,20 @@ impl Running {
         // Each closes in its own task; whoever does not within this goes with the process.
         let _ = tokio::time::timeout(Duration::from_secs(1), self.peers.gone()).await;
     }
+}
+
+/// Listens with a queue that holds a storm of connects; the usual 128 would make some of them wait a second.
+async fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
+    let mut failed = None;
+    for address in tokio::net::lookup_host((host, port)).await? {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        socket.set_reuseaddr(true)?;
+        match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {
+            Ok(listener) => return Ok(listener),
+            Err(error) => failed = Some(error),
+        }
+    }
+    Err(failed.unwrap_or_else(|| std::io::ErrorKind::AddrNotAvailable.into()))
 }
 
 fn load_tls(config: &Config) -> anyhow::Result<Option<Arc<ServerConfig>>> {

@@ -35,6 +35,8 @@ const SPARE_BYTES_MAX: usize = 256 * 1024;
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// How long the rest of the client's input is read after the last answer, so that a reset does not eat it.
 const LINGER: Duration = Duration::from_millis(250);
+/// How long a full reader is waited for while another thread serves it.
+const PATIENCE: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -253,7 +255,14 @@ impl Sink for Peer {
 
     fn poke(&self) {
         let mut pokes = Pokes::new();
-        self.serve(&mut pokes);
+        self.serve(&mut pokes, Duration::ZERO);
+        pokes.run();
+    }
+
+    fn poke_patiently(&self) {
+        let mut pokes = Pokes::new();
+        // Not for ever: it may be waiting for us.
+        self.serve(&mut pokes, PATIENCE);
         pokes.run();
     }
 }
@@ -287,9 +296,9 @@ impl Peer {
             attention: Notify::new(),
             aborted: AtomicBool::new(false),
         });
-        let label = address.to_string();
+        let label: Arc<str> = address.to_string().into();
         let sink: Arc<dyn Sink> = Arc::<Self>::clone(&peer);
-        let me = peer.service.engine.open(sink, label.clone());
+        let me = peer.service.engine.open(sink, Arc::clone(&label));
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
         let connection =
             Connection::new(Arc::clone(&peer.service), Arc::clone(&peer.inbox), me, label);
@@ -298,12 +307,16 @@ impl Peer {
         Ok((peer, reader))
     }
 
-    /// Handles what others left in the inbox, unless somebody is at it, who will.
-    fn serve(&self, pokes: &mut Pokes) {
+    /// Handles what others left in the inbox, unless somebody is at it for longer than `patience`, who will: everybody
+    /// who had the mutex looks into the inbox once more after giving it back.
+    fn serve(&self, pokes: &mut Pokes, patience: Duration) {
         while !self.inbox.is_empty() {
-            let Some(mut talk) = self.talk.try_lock() else { return };
+            let Some(mut talk) = self.talk.try_lock_for(patience) else { return };
             let Some(talk) = talk.as_mut() else { return };
             let before = self.plan_of(talk);
+            if before.over {
+                return;
+            }
             self.with_output(talk, |talk| talk.connection.handle_messages(pokes));
             if self.plan_of(talk) != before {
                 self.attention.notify_one();
@@ -323,7 +336,7 @@ impl Peer {
                 }
             });
         }
-        self.serve(pokes);
+        self.serve(pokes, Duration::ZERO);
         pokes.run();
     }
 
@@ -381,9 +394,15 @@ impl Peer {
     }
 
     fn plan(&self) -> Plan {
-        match self.talk.lock().as_mut() {
-            Some(talk) if !self.aborted.load(Ordering::SeqCst) => self.plan_of(talk),
-            Some(_) | None => Plan::OVER,
+        loop {
+            let plan = match self.talk.lock().as_mut() {
+                Some(talk) if !self.aborted.load(Ordering::SeqCst) => self.plan_of(talk),
+                Some(_) | None => Plan::OVER,
+            };
+            if plan.over || self.inbox.is_empty() {
+                return plan;
+            }
+            self.poke();
         }
     }
 
@@ -475,14 +494,20 @@ async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
             biased;
             () = peer.attention.notified() => {}
             () = read(&peer, &mut reader, &mut pokes), if plan.read => {}
-            _ = peer.writer.writable(), if plan.write => peer.with_talk(&mut pokes, |_, _| ()),
-            () = sleep_until(&peer.service, plan.deadline) => peer.handle_time(&mut pokes),
+            writable = busy(&peer, plan) => {
+                if writable {
+                    peer.with_talk(&mut pokes, |_, _| ());
+                } else {
+                    peer.handle_time(&mut pokes);
+                }
+            }
         }
     }
     let orderly = peer.end();
     drop(ending);
     if orderly {
-        linger(&peer, reader).await;
+        // On the heap, so that the tasks of idle connections do not have room for it.
+        Box::pin(linger(&peer, reader)).await;
     }
     drop(seat);
 }
@@ -526,11 +551,25 @@ async fn linger(peer: &Peer, mut reader: OwnedReadHalf) {
     let _ = tokio::time::timeout(LINGER, drop_input).await;
 }
 
-async fn sleep_until(service: &Service, deadline: Option<Timestamp>) {
-    match deadline {
-        Some(deadline) => tokio::time::sleep(service.engine.clock().until(deadline)).await,
-        None => std::future::pending().await,
+/// Waits until the socket can be written to (true) or a deadline has come (false), if there is either. Idle
+/// connections have neither, so this lies on the heap.
+async fn busy(peer: &Peer, plan: Plan) -> bool {
+    if !plan.write && plan.deadline.is_none() {
+        return std::future::pending().await;
     }
+    let wait = async {
+        let deadline = async {
+            match plan.deadline {
+                Some(at) => tokio::time::sleep(peer.service.engine.clock().until(at)).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = peer.writer.writable(), if plan.write => true,
+            () = deadline => false,
+        }
+    };
+    Box::pin(wait).await
 }
 
 /// Passes encrypted input through TLS to the connection.

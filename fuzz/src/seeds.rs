@@ -1,0 +1,124 @@
+//! The inputs that fuzzing begins with: one of everything, so that the fuzzer need not guess a command's
+//! name or the form of a snapshot. `DFLOCKD_SEEDS=1 cargo test -p dflockd --test corpus` writes them.
+
+use dflockd_wire::{ERROR_CODES, OPS};
+
+use crate::apply;
+
+/// The seeds of `target`, with the names of their files.
+pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {
+    match target {
+        "line" => line(),
+        "request" => request(),
+        "apply" => apply_inputs(),
+        "snapshot" => snapshot(),
+        _ => panic!("no target {target}"),
+    }
+}
+
+fn line() -> Vec<(String, Vec<u8>)> {
+    let frames = b"l\nk\n0\nr\r\nk\r\nT\r\nkset\nk\na\rb\n".to_vec();
+    let numbered = b"7 l\nk\n0\n0 l\nk\n0\n9223372036854775808 l\nk\n0\nx\n\n\n".to_vec();
+    let switch = b"hello\nme\nmux\n1 ping\n_\n\n2 stats\n_\n\n".to_vec();
+    let long_key = [b"l\n", &[b'x'; 300][..], b"\nping\n_\n\n"].concat();
+    let long_value = [b"rpush\nk\n", &[b'x'; 1_000][..], b"\nkcas\nk\n", &[b'y'; 2_030], b"\n"];
+    let long_command = [&b"1 "[..], &[b'x'; 280], b"\n"].concat();
+    let unfinished = [&b"5 auth\nk\n"[..], &[b't'; 700]].concat();
+    [
+        ("frames", 0, frames),
+        ("numbered", 1, numbered),
+        ("switch", 2, switch),
+        ("long-key", 4, long_key),
+        ("long-value", 12, long_value.concat()),
+        ("long-command", 1, long_command),
+        ("unfinished", 1, unfinished),
+    ]
+    .into_iter()
+    .map(|(name, flags, stream)| {
+        (format!("seed-{name}"), [&[flags, 3, 0, 6, 200], &stream[..]].concat())
+    })
+    .collect()
+}
+
+/// Every command with arguments that fit, and every answer.
+fn request() -> Vec<(String, Vec<u8>)> {
+    const TOKEN: &str = "00000000000000ff0123456789abcdef";
+    let mut seeds = Vec::new();
+    for (index, specs) in OPS.chunks(8).enumerate() {
+        let mut input = String::new();
+        for (number, spec) in (1..).zip(specs) {
+            // What the usage names, in the order that no name is part of a later one.
+            let arg = spec
+                .arg
+                .replace("TAB", "\t")
+                .replace("<admin token>", "secret")
+                .replace("<token>", TOKEN)
+                .replace("<timeout>", "10")
+                .replace("<lease>", "30")
+                .replace("<ttl>", "5")
+                .replace("<limit>", "3")
+                .replace("<count>", "2")
+                .replace("<fence>", "255")
+                .replace("lock|sem", "lock")
+                .replace("<old>", "x")
+                .replace("<new>", "yy")
+                .replace("<value>", "12")
+                .replace("<delta>", "-12")
+                .replace("<start>", "0")
+                .replace("<stop>", "-1")
+                .replace("<n>", "7")
+                .replace(['[', ']', '<', '>'], "");
+            let key = if spec.key.contains("session") { "12" } else { "a.b" };
+            input += &format!("{}\n{key}\n{arg}\n", spec.name);
+            input += &format!("{number} {}\n{key}\n{arg}\n", spec.name);
+        }
+        seeds.push((format!("seed-ops-{index}"), input.into_bytes()));
+    }
+    let answers = format!(
+        "ok\nok {TOKEN} 30\nok {TOKEN} 30 255\nacquired {TOKEN} 0\nqueued\ntimeout\nnil\n\
+         cas_conflict\nok -12\nok some value\r\nerror_not_leader 10.0.0.1:6388\n7 ok 33 255\n"
+    );
+    seeds.push(("seed-answers".into(), answers.into_bytes()));
+    let pushes = "sig a.b pay load\nwatch kset a.b\nleader failover a\nlost a 255 expired\n";
+    seeds.push(("seed-pushes".into(), pushes.as_bytes().to_vec()));
+    let errors: String = ERROR_CODES.iter().map(|spec| format!("{}\n", spec.code.text())).collect();
+    seeds.push(("seed-errors".into(), errors.into_bytes()));
+    seeds
+}
+
+/// Noise that meets all commands, after quiet settings and after settings that are noise, too.
+fn apply_inputs() -> Vec<(String, Vec<u8>)> {
+    const SETTINGS: usize = 18;
+    let mut seeds = Vec::new();
+    for index in 0..12_u64 {
+        let mut state = index + 1;
+        let mut input: Vec<u8> = (0..300 + 60 * index)
+            .map(|_| {
+                // Knuth's MMIX generator; its high bits are good enough.
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_041);
+                state.to_be_bytes()[0]
+            })
+            .collect();
+        if index % 3 == 0 {
+            input[..SETTINGS].fill(0);
+        }
+        // The clients' results are kept, or not.
+        input[SETTINGS - 1] = if index % 2 == 0 { 0b11110 } else { 0b00110 };
+        seeds.push((format!("seed-noise-{index}"), input));
+    }
+    seeds
+}
+
+/// The last of the snapshots on the way through each seed of `apply`, and an early one.
+fn snapshot() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    for (name, input) in apply_inputs() {
+        let snapshots = apply::snapshots(&input);
+        for (when, snapshot) in [("early", snapshots.first()), ("late", snapshots.last())] {
+            if let Some(snapshot) = snapshot {
+                seeds.push((format!("{name}-{when}"), snapshot.clone()));
+            }
+        }
+    }
+    seeds
+}
