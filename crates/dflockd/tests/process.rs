@@ -1,0 +1,22 @@
+//! The built binary as a process: what its clients, its operator and its attackers see of it.
+//!
+//! Every test starts a server of its own on a port that the system chooses and speaks to it over the
+//! loopback interface only. `process/support.rs` has the server and the client of the tests.
+
+#[cfg(test)]
+mod process {
+    mod auth;
+    mod caps;
+    mod contention;
+    mod crowd;
+    mod fences;
+    mod hostile;
+    mod leases;
+    mod limits;
+    mod peers;
+    mod signals;
+    mod startup;
+    mod support;
+    mod systemd;
+    mod tls;
+}
