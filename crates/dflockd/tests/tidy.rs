@@ -1,0 +1,234 @@
+//! The documents tell the truth about the code, and the source stays tidy.
+//!
+//! Tables between markers in the documents are made from the code. `UPDATE_DOCS=1 cargo test -p dflockd
+//! --test tidy` writes them anew; without it a difference is a failure.
+
+#![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::collections::BTreeSet;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use dflockd_wire::{ArgLimit, ERROR_CODES, OPS};
+
+const LINE_BYTES_MAX: usize = 120;
+
+#[test]
+fn commands_in_the_protocol_document() {
+    check_table("docs/protocol.md", "ops", &commands());
+}
+
+#[test]
+fn error_codes_in_the_protocol_document() {
+    check_table("docs/protocol.md", "errors", &error_codes());
+}
+
+#[test]
+fn settings_in_the_operating_document() {
+    check_table("docs/operating.md", "settings", &dflockd::config::markdown_table());
+}
+
+fn commands() -> String {
+    let mut table = String::from(
+        "| Command | Key line | Argument line | Longest argument | Answers | Meaning |\n\
+         | --- | --- | --- | --- | --- | --- |\n",
+    );
+    for spec in OPS {
+        let key = if spec.key == "_" { "ignored".to_owned() } else { code(spec.key) };
+        let arg = if spec.arg.is_empty() { "ignored".to_owned() } else { code(spec.arg) };
+        let limit = match spec.arg_limit {
+            ArgLimit::Short => "256",
+            ArgLimit::Long => "65,536",
+            ArgLimit::Value => "one value",
+            ArgLimit::ValueTtl => "one value + 21",
+            ArgLimit::TwoValues => "two values + 22",
+        };
+        let answers: Vec<_> = spec.answers.split('|').map(code).collect();
+        let (name, answers) = (code(spec.name), answers.join(", "));
+        let summary = spec.summary;
+        writeln!(table, "| {name} | {key} | {arg} | {limit} | {answers} | {summary}. |").unwrap();
+    }
+    table
+}
+
+fn error_codes() -> String {
+    let mut table = String::from(
+        "| Status | Meaning | May have taken effect | The same request may succeed later |\n\
+         | --- | --- | --- | --- |\n",
+    );
+    for spec in ERROR_CODES {
+        let word = |yes| if yes { "yes" } else { "no" };
+        let (text, meaning) = (code(spec.text), spec.meaning);
+        let (applied, retry) = (word(spec.code.may_have_applied()), word(spec.code.may_retry()));
+        writeln!(table, "| {text} | {meaning} | {applied} | {retry} |").unwrap();
+    }
+    table
+}
+
+/// Text as code in a cell of a table.
+fn code(text: &str) -> String {
+    format!("`{}`", text.replace('|', "\\|"))
+}
+
+/// Compares what stands between `<!-- name -->` and `<!-- /name -->` with `expected`, or writes it there.
+fn check_table(document: &str, name: &str, expected: &str) {
+    // Tests run side by side, and two tables can be in one document.
+    static WRITING: Mutex<()> = Mutex::new(());
+    let _writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
+    let path = root().join(document);
+    let text = read(&path);
+    let (begin, end) = (format!("<!-- {name} -->\n"), format!("<!-- /{name} -->"));
+    let start = text.find(&begin).unwrap_or_else(|| panic!("{document} has no {begin}"));
+    let start = start + begin.len();
+    let stop = text[start..].find(&end).unwrap_or_else(|| panic!("{document} has no {end}"));
+    let stop = start + stop;
+    if text[start..stop] == *expected {
+        return;
+    }
+    assert!(
+        std::env::var_os("UPDATE_DOCS").is_some_and(|value| value == "1"),
+        "the table {name} in {document} is not what the code says; write it anew with\n\
+         UPDATE_DOCS=1 cargo test -p dflockd --test tidy"
+    );
+    fs::write(&path, format!("{}{expected}{}", &text[..start], &text[stop..])).unwrap();
+}
+
+#[test]
+fn dependencies_have_a_reason() {
+    let manifest = read(&root().join("Cargo.toml"));
+    let (_, section) = manifest.split_once("[workspace.dependencies]\n").unwrap();
+    let section = section.split("\n[").next().unwrap();
+    let architecture = read(&root().join("ARCHITECTURE.md"));
+    let mut count = 0;
+    for line in section.lines().filter(|line| !line.starts_with('#')) {
+        let Some((name, _)) = line.split_once('=') else { continue };
+        let name = name.trim();
+        assert!(
+            architecture.contains(&format!("`{name}`")),
+            "ARCHITECTURE.md gives no reason for the dependency {name}"
+        );
+        count += 1;
+    }
+    assert!(count > 20, "only {count} dependencies found in Cargo.toml");
+}
+
+#[test]
+fn links_lead_somewhere() {
+    for path in files().iter().filter(|path| has_extension(path, &["md"])) {
+        let text = read(path);
+        for part in text.split("](").skip(1) {
+            let target = part.split(')').next().unwrap();
+            let file = target.split('#').next().unwrap();
+            if target.contains("://") || file.is_empty() {
+                continue;
+            }
+            let linked = path.parent().unwrap().join(file);
+            assert!(linked.exists(), "{}: {target} does not exist", path.display());
+        }
+    }
+}
+
+/// The last column of each table in `docs/guarantees.md` names tests: functions and scripts.
+#[test]
+fn promises_name_tests_that_exist() {
+    let mut functions = BTreeSet::new();
+    for path in files().iter().filter(|path| has_extension(path, &["rs"])) {
+        for part in read(path).split("fn ").skip(1) {
+            functions.insert(part.split(['(', '<']).next().unwrap().to_owned());
+        }
+    }
+    let scripts = root().join("crates/dflockd/tests/scripts");
+    let mut named = 0;
+    for row in read(&root().join("docs/guarantees.md")).lines().filter(|l| l.starts_with('|')) {
+        let cell = row.trim_end_matches('|').rsplit('|').next().unwrap();
+        for name in cell.split('`').skip(1).step_by(2) {
+            let exists = if name.ends_with(".txt") {
+                scripts.join(name).exists()
+            } else {
+                functions.contains(name)
+            };
+            assert!(exists, "docs/guarantees.md: there is no test {name}");
+            named += 1;
+        }
+    }
+    assert!(named > 30, "only {named} tests are named in docs/guarantees.md");
+}
+
+#[test]
+fn the_gate_runs_what_the_readme_says() {
+    let command = "cargo test --workspace --locked";
+    for file in ["README.md", ".ci/run"] {
+        assert!(read(&root().join(file)).contains(command), "{file} does not say {command}");
+    }
+}
+
+#[test]
+fn lines_are_short() {
+    let mut long = String::new();
+    for path in files() {
+        let in_document = has_extension(&path, &["md"]);
+        for (index, line) in read(&path).lines().enumerate() {
+            let trimmed = line.trim();
+            // A table can not be broken, and a string literal alone on its line is one in disguise.
+            let table = in_document && trimmed.starts_with('|');
+            let opens = ["\"", "r#\"", "b\""].iter().any(|open| trimmed.starts_with(open));
+            let literal = opens && trimmed.trim_end_matches(['#', ',']).ends_with('"');
+            if line.len() > LINE_BYTES_MAX && !table && !literal {
+                writeln!(long, "{}:{}: {} bytes", path.display(), index + 1, line.len()).unwrap();
+            }
+        }
+    }
+    assert!(long.is_empty(), "longer than {LINE_BYTES_MAX} bytes:\n{long}");
+}
+
+#[test]
+fn nothing_is_left_unfinished() {
+    // Put together here, or this file would find itself.
+    let words = ["todo", "unimplemented", "dbg"].map(|word| format!("{word}!("));
+    for path in files().iter().filter(|path| has_extension(path, &["rs"])) {
+        for (index, line) in read(path).lines().enumerate() {
+            for word in &words {
+                assert!(!line.contains(word), "{}:{}: {word}", path.display(), index + 1);
+            }
+        }
+    }
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn has_extension(path: &Path, extensions: &[&str]) -> bool {
+    path.extension().is_some_and(|found| extensions.iter().any(|extension| found == *extension))
+}
+
+/// Source and documents of the repository, without what was built, downloaded or generated.
+fn files() -> Vec<PathBuf> {
+    const SKIPPED: [&str; 7] =
+        [".git", "target", "corpus", "artifacts", "node_modules", "__pycache__", ".venv"];
+    let mut files = vec![root().join(".ci/run")];
+    let mut folders = vec![root()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap() {
+            let entry = entry.unwrap();
+            let path = entry.path();
+            let kind = entry.file_type().unwrap();
+            if kind.is_dir() {
+                if !SKIPPED.iter().any(|skipped| entry.file_name() == *skipped) {
+                    folders.push(path);
+                }
+            } else if kind.is_file() && has_extension(&path, &["rs", "toml", "md", "py", "sh"]) {
+                files.push(path);
+            }
+        }
+    }
+    files.sort();
+    assert!(files.len() > 40, "only {} files found", files.len());
+    files
+}
