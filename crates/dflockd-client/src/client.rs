@@ -9,7 +9,7 @@ use tokio::sync::Mutex;
 use crate::error::Error;
 use crate::events::{Signals, Watch};
 use crate::guard::refusal;
-use crate::link::{GiveBack, Link, LinkHandle, OnDisconnect};
+use crate::link::{GiveBack, Link, LinkHandle, OnDisconnect, Start};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
 use crate::stream::{Address, Lines};
 use crate::values::{Barrier, Counter, Kv, List};
@@ -142,10 +142,11 @@ impl ClientBuilder {
         if let Some(session) = &self.session {
             let [address] = <[Address; 1]>::try_from(addresses)
                 .map_err(|_| Error::Invalid("a session belongs to one server".to_owned()))?;
-            servers.push(Server::attach(address, session).await?);
+            servers.push(Server::attach(address, session, self.request_timeout).await?);
         } else {
             for address in addresses {
-                servers.push(Server::connect(address, self.on_disconnect).await?);
+                let patience = self.request_timeout;
+                servers.push(Server::connect(address, self.on_disconnect, patience).await?);
             }
         }
         let inner = Inner { servers, lease: self.lease, request_timeout: self.request_timeout };
@@ -191,17 +192,22 @@ pub(crate) enum Way {
 }
 
 impl Server {
-    async fn connect(address: Address, on_disconnect: OnDisconnect) -> Result<Self, Error> {
+    async fn connect(
+        address: Address,
+        on_disconnect: OnDisconnect,
+        patience: Duration,
+    ) -> Result<Self, Error> {
         let mut lines = address.connect().await?;
         let words = Link::words(on_disconnect);
         let timeout = address.connect_timeout;
         let way = match lines.greet(&address.client_name, &words, timeout).await {
             Ok(Some(words)) if Link::suits(on_disconnect, &words) => {
-                Way::Shared(Link::start(address.clone(), on_disconnect, lines, &words, 0))
+                let start = Start { on_disconnect, patience, last: 0 };
+                Way::Shared(Link::start(address.clone(), start, lines, &words))
             }
-            // It does not know the greeting, but keeps the connection.
-            Ok(_) => Way::Plain(Mutex::new(vec![lines])),
-            // Servers of the first generations close after anything they do not know.
+            // It does not know the greeting. Servers of the first generations close after anything they do not
+            // know, some after an answer, so this connection is not used again.
+            Ok(_) => Way::Plain(Mutex::new(Vec::new())),
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 Way::Plain(Mutex::new(Vec::new()))
             }
@@ -211,7 +217,7 @@ impl Server {
     }
 
     /// Connects to a session that exists.
-    async fn attach(address: Address, session: &str) -> Result<Self, Error> {
+    async fn attach(address: Address, session: &str, patience: Duration) -> Result<Self, Error> {
         let mut lines = address.connect().await?;
         let attach = format!("attach={session}");
         let mut words = Link::words(OnDisconnect::Release);
@@ -222,8 +228,8 @@ impl Server {
                 // Above all numbers that earlier clients of the session used, or their answers would come back.
                 let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
                 let last = u64::try_from(now.as_micros()).unwrap_or_default();
-                let (on_disconnect, address_) = (OnDisconnect::Keep, address.clone());
-                let link = Link::start(address_, on_disconnect, lines, &words, last);
+                let start = Start { on_disconnect: OnDisconnect::Keep, patience, last };
+                let link = Link::start(address.clone(), start, lines, &words);
                 Ok(Self { address, way: Way::Shared(link) })
             }
             _ => Err(Error::Invalid("no such session".to_owned())),

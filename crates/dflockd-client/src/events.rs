@@ -83,13 +83,25 @@ struct Counts {
     interruptions: AtomicU64,
 }
 
+impl Counts {
+    /// Passes lines on as far as there is room, and counts the others.
+    fn pass_on(&self, sender: &mpsc::Sender<Vec<u8>>, lines: Vec<Vec<u8>>) {
+        for line in lines {
+            if matches!(sender.try_send(line), Err(mpsc::error::TrySendError::Full(_))) {
+                self.dropped.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
 impl Stream {
     async fn open(addresses: Vec<Address>, subscription: Subscription) -> Result<Self, Error> {
         let (sender, events) = mpsc::channel(BUFFERED_MAX);
         let counts = Arc::<Counts>::default();
         let mut stream = Self { events, counts, tasks: Vec::new() };
         for address in addresses {
-            let lines = subscribe(&address, &subscription).await?;
+            let (lines, early) = subscribe(&address, &subscription).await?;
+            stream.counts.pass_on(&sender, early);
             let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
             let subscription = subscription.clone();
             stream.tasks.push(tokio::spawn(async move {
@@ -112,7 +124,11 @@ impl Drop for Stream {
     }
 }
 
-async fn subscribe(address: &Address, subscription: &Subscription) -> Result<Lines, Error> {
+/// Subscribes on a new connection. A push may come before the answer; it is returned, too.
+async fn subscribe(
+    address: &Address,
+    subscription: &Subscription,
+) -> Result<(Lines, Vec<Vec<u8>>), Error> {
     let mut lines = address.connect().await?;
     let timeout = address.connect_timeout;
     // For the name in `stats`; a server that does not know it answers `error` and goes on.
@@ -125,13 +141,20 @@ async fn subscribe(address: &Address, subscription: &Subscription) -> Result<Lin
         lines = address.connect().await?;
     }
     let request = subscription.request();
-    let answer = lines.ask(&request, timeout).await;
-    let line = answer.map_err(|error| address.unreachable(error))?;
-    // The first push may come before the answer; then the subscription stands.
-    if line == b"ok" || Push::parse(&line).is_some() {
-        return Ok(lines);
+    let mut early = Vec::new();
+    let mut answer = lines.ask(&request, timeout).await;
+    loop {
+        let line = answer.map_err(|error| address.unreachable(error))?;
+        if line == b"ok" {
+            return Ok((lines, early));
+        }
+        if Push::parse(&line).is_none() {
+            return Err(refusal(request.op().name(), &line));
+        }
+        early.push(line);
+        let next = tokio::time::timeout(timeout, lines.reader.next()).await;
+        answer = next.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
     }
-    Err(refusal(request.op().name(), &line))
 }
 
 /// Passes pushes on, and subscribes again when the connection breaks.
@@ -155,7 +178,10 @@ async fn forward(
         }
         tokio::time::sleep(backoff).await;
         backoff = (backoff * 2).min(BACKOFF_MAX);
-        lines = subscribe(&address, &subscription).await.ok();
+        if let Ok((again, early)) = subscribe(&address, &subscription).await {
+            counts.pass_on(sender, early);
+            lines = Some(again);
+        }
     }
 }
 
@@ -167,10 +193,8 @@ async fn pump(mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts)
         match tokio::time::timeout(HEARTBEAT, lines.reader.next()).await {
             Ok(Ok(line)) => {
                 answered = true;
-                if Push::parse(&line).is_some()
-                    && matches!(sender.try_send(line), Err(mpsc::error::TrySendError::Full(_)))
-                {
-                    counts.dropped.fetch_add(1, Ordering::Relaxed);
+                if Push::parse(&line).is_some() {
+                    counts.pass_on(sender, vec![line]);
                 }
             }
             Ok(Err(_)) => return,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dflockd_wire::{ErrorCode, Op, Request, Response, Space, TokenText, Unit};
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 
 use crate::clock::Instant;
 use crate::error::{Error, Lost};
@@ -14,6 +14,8 @@ use crate::stream::Lines;
 
 /// Pause after a renewal that failed for want of a connection.
 const RENEW_RETRY: Duration = Duration::from_millis(50);
+/// How long a hold may outlive its guard.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Time a release in the background may take.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -22,7 +24,37 @@ pub(crate) enum Channel {
     /// Over the connection shared by all.
     Shared(Arc<LinkHandle>),
     /// Over a connection of its own, on servers that know nothing better.
-    Own(tokio::sync::Mutex<Option<Lines>>),
+    Own(Own),
+}
+
+/// A connection that belongs to one hold or one place in a queue.
+pub(crate) struct Own {
+    pub(crate) lines: tokio::sync::Mutex<Option<Lines>>,
+    /// Somebody wants to use the connection while it is watched for its end.
+    wanted: Notify,
+}
+
+impl Own {
+    pub(crate) fn new(lines: Lines) -> Self {
+        Self { lines: tokio::sync::Mutex::new(Some(lines)), wanted: Notify::new() }
+    }
+
+    /// Completes when the server ends the connection: with it goes the lock.
+    async fn broken(&self) {
+        loop {
+            let mut lines = self.lines.lock().await;
+            let Some(open) = lines.as_mut() else { return };
+            tokio::select! {
+                // Nothing is asked, so whatever comes is the end or its announcement.
+                _ = open.reader.next() => {
+                    *lines = None;
+                    return;
+                }
+                // The mutex is fair: whoever wants it is next.
+                () = self.wanted.notified() => {}
+            }
+        }
+    }
 }
 
 /// The state behind a guard.
@@ -114,8 +146,9 @@ impl Hold {
             Channel::Shared(link) => {
                 Ok(link.call(request, None)?.wait(self.timeout).await?.claim())
             }
-            Channel::Own(lines) => {
-                let mut lines = lines.lock().await;
+            Channel::Own(own) => {
+                own.wanted.notify_one();
+                let mut lines = own.lines.lock().await;
                 let Some(open) = lines.as_mut() else {
                     return Err(Error::Unknown { reason: "the connection broke".to_owned() });
                 };
@@ -166,13 +199,32 @@ impl Hold {
     }
 }
 
+/// Completes when the own connection of a hold breaks.
+async fn broken(hold: &Weak<Hold>) {
+    // Looked at anew now and then: this must not keep a hold alive that nobody has any more.
+    while let Some(hold) = hold.upgrade() {
+        let Channel::Own(own) = &hold.channel else { break };
+        if tokio::time::timeout(LOOK_EVERY, own.broken()).await.is_ok() {
+            return;
+        }
+    }
+    std::future::pending().await
+}
+
 /// Renews a hold until it is lost or dropped.
 pub(crate) async fn keep_renewed(hold: Weak<Hold>) {
     let Some(mut lost) = hold.upgrade().map(|hold| hold.lost.subscribe()) else { return };
     loop {
         let Some(pause) = hold.upgrade().map(|hold| hold.lease / 3) else { return };
-        if tokio::time::timeout(pause, lost.wait_for(Option::is_some)).await.is_ok() {
-            return;
+        tokio::select! {
+            _ = lost.wait_for(Option::is_some) => return,
+            () = broken(&hold) => {
+                if let Some(hold) = hold.upgrade() {
+                    hold.lose(Lost::Disconnected);
+                }
+                return;
+            }
+            () = tokio::time::sleep(pause) => {}
         }
         // Tries as long as the lock could still be ours.
         loop {

@@ -7,17 +7,21 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{End, Push, Request, Space, Unit, print_number, split_number};
+use dflockd_wire::{End, Push, Request, Space, TokenText, Unit, print_number, split_number};
 use parking_lot::Mutex;
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Notify, oneshot};
 
+use crate::clock::Instant;
 use crate::error::{Error, Lost};
 use crate::guard::Hold;
 use crate::stream::{Address, Lines};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
+const HEARTBEAT_MAX: Duration = Duration::from_secs(5);
+/// How long a closed link waits for grants that are under way, to give them back.
+const FAREWELL: Duration = Duration::from_secs(1);
 /// Answers after which the server is told that it need not keep them.
 const ACKNOWLEDGE_EVERY: u64 = 64;
 /// What a server accepts.
@@ -31,6 +35,15 @@ pub enum OnDisconnect {
     Keep,
     /// Whatever was held is lost at once, at the server as well.
     Release,
+}
+
+/// How a link begins.
+pub(crate) struct Start {
+    pub(crate) on_disconnect: OnDisconnect,
+    /// How long an answer may take.
+    pub(crate) patience: Duration,
+    /// Numbers of requests begin after this one.
+    pub(crate) last: u64,
 }
 
 /// A link in use. It is closed when nobody uses it any more.
@@ -54,6 +67,8 @@ impl Drop for LinkHandle {
 pub(crate) struct Link {
     address: Address,
     on_disconnect: OnDisconnect,
+    /// A connection that is silent for so long is asked whether it stands, and given up if it does not answer.
+    heartbeat: Duration,
     state: Mutex<State>,
     /// There is something to send, or the link is closed.
     wake: Notify,
@@ -69,6 +84,10 @@ struct State {
     /// Answers since the last acknowledgement.
     answered: u64,
     holds: HashMap<u64, Weak<Hold>>,
+    /// Grants whose answer has arrived but whose hold is not made yet, by fence; and why they were lost meanwhile.
+    fresh: HashMap<u64, Option<Lost>>,
+    /// The session was taken over by another connection.
+    detached: bool,
     session: Option<String>,
     closed: bool,
     /// Why the server can not be reached at the moment.
@@ -114,6 +133,7 @@ impl Drop for Answer {
         match &self.give_back {
             Some(GiveBack::Lock { key, space }) => {
                 if let Some(token) = granted_token(&self.line) {
+                    link.forget_hold(fence_of(token));
                     link.tell(&Request::Release { space: *space, key, token, resign: false });
                 }
             }
@@ -125,6 +145,10 @@ impl Drop for Answer {
             Some(GiveBack::Nothing) | None => {}
         }
     }
+}
+
+fn fence_of(token: &[u8]) -> u64 {
+    TokenText::parse(token).map_or(0, |(fence, _)| fence)
 }
 
 fn granted_token(line: &[u8]) -> Option<&[u8]> {
@@ -160,18 +184,19 @@ impl Drop for Call {
 }
 
 impl Link {
-    /// A link over a connection that has been greeted. Numbers of requests begin after `last`.
+    /// A link over a connection that has been greeted.
     pub(crate) fn start(
         address: Address,
-        on_disconnect: OnDisconnect,
+        start: Start,
         lines: Lines,
         words: &[String],
-        last: u64,
     ) -> Arc<LinkHandle> {
+        let Start { on_disconnect, patience, last } = start;
         let state = State { session: session_of(words), last, ..State::default() };
         let link = Arc::new(Self {
             address,
             on_disconnect,
+            heartbeat: patience.min(HEARTBEAT_MAX),
             state: Mutex::new(state),
             wake: Notify::new(),
             closing: Notify::new(),
@@ -208,13 +233,15 @@ impl Link {
 
     /// Sends a request whose answer does not matter.
     pub(crate) fn tell(&self, request: &Request<'_>) {
-        // Closed or overloaded: then it is not told, and the lease does the rest.
-        let _ = self.enqueue(request, None, None);
+        // After the link was closed as well: it says goodbye to what it still owes.
+        self.state.lock().push(request, None, None);
+        self.wake.notify_one();
     }
 
     /// Sends a request whose only purpose is to undo what it brings.
     pub(crate) fn tell_and_give_back(&self, request: &Request<'_>, give_back: GiveBack) {
-        let _ = self.enqueue(request, None, Some(give_back));
+        self.state.lock().push(request, None, Some(give_back));
+        self.wake.notify_one();
     }
 
     fn enqueue(
@@ -236,13 +263,20 @@ impl Link {
         Ok(number)
     }
 
-    /// Lets the link tell a hold that it was lost.
+    /// Lets the link tell a hold that it was lost, or has been already.
     pub(crate) fn watch_hold(&self, hold: &Arc<Hold>) {
-        self.state.lock().holds.insert(hold.fence(), Arc::downgrade(hold));
+        let mut state = self.state.lock();
+        if let Some(Some(reason)) = state.fresh.remove(&hold.fence()) {
+            drop(state);
+            return hold.lose(reason);
+        }
+        state.holds.insert(hold.fence(), Arc::downgrade(hold));
     }
 
     pub(crate) fn forget_hold(&self, fence: u64) {
-        self.state.lock().holds.remove(&fence);
+        let mut state = self.state.lock();
+        state.holds.remove(&fence);
+        state.fresh.remove(&fence);
     }
 
     /// By what another process can attach to the session.
@@ -293,16 +327,29 @@ impl Link {
                 "session" => Lost::Session,
                 _ => Lost::Expired,
             };
-            let hold = self.state.lock().holds.remove(&fence);
+            let hold = {
+                let mut state = self.state.lock();
+                if let Some(lost) = state.fresh.get_mut(&fence) {
+                    *lost = Some(reason);
+                }
+                state.holds.remove(&fence)
+            };
             if let Some(hold) = hold.and_then(|hold| hold.upgrade()) {
                 hold.lose(reason);
             }
+        } else if line == b"detached" {
+            self.state.lock().detached = true;
         }
     }
 
     fn handle_answer(self: &Arc<Self>, number: u64, line: Vec<u8>) {
         let mut state = self.state.lock();
         let Some(pending) = state.pending.remove(&number) else { return };
+        if matches!(pending.give_back, Some(GiveBack::Lock { .. }))
+            && let Some(token) = granted_token(&line)
+        {
+            state.fresh.insert(fence_of(token), None);
+        }
         state.answered += 1;
         if state.answered >= ACKNOWLEDGE_EVERY && self.on_disconnect == OnDisconnect::Keep {
             state.answered = 0;
@@ -345,7 +392,9 @@ impl Link {
 
     /// The connection is gone, and with it, unless the session is kept, all that it owned.
     fn handle_disconnected(&self, reason: &str) {
-        if self.on_disconnect == OnDisconnect::Release {
+        if std::mem::take(&mut self.state.lock().detached) {
+            self.handle_session_lost(Lost::Session, "the session was taken over");
+        } else if self.on_disconnect == OnDisconnect::Release {
             self.handle_session_lost(Lost::Disconnected, reason);
         }
     }
@@ -355,6 +404,7 @@ impl Link {
         let (holds, failed) = {
             let mut state = self.state.lock();
             state.session = None;
+            state.fresh.values_mut().for_each(|fresh| *fresh = fresh.or(Some(lost)));
             let holds = std::mem::take(&mut state.holds);
             let sent: Vec<u64> =
                 state.pending.iter().filter(|(_, it)| it.sent).map(|(&number, _)| number).collect();
@@ -368,6 +418,11 @@ impl Link {
         for answer in failed.into_iter().filter_map(|pending| pending.answer) {
             let _ = answer.send(Err(Error::Unknown { reason: reason.to_owned() }));
         }
+    }
+
+    /// Whether there are answers to come that may have to be given back.
+    fn owes_something(&self) -> bool {
+        self.state.lock().pending.values().any(|pending| pending.give_back.is_some())
     }
 
     fn is_closed(&self) -> bool {
@@ -470,6 +525,8 @@ async fn run(link: Arc<Link>, lines: Lines) {
 /// Carries lines both ways until the connection breaks; says why it did.
 async fn serve(link: &Arc<Link>, lines: Lines) -> String {
     let Lines { mut reader, mut writer } = lines;
+    let mut silent_for = 0;
+    let mut closed_at = None;
     loop {
         let bytes = link.take_unsent();
         if !bytes.is_empty() {
@@ -483,15 +540,29 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
             continue;
         }
         if link.is_closed() {
-            let _ = writer.shutdown().await;
-            return "closed".to_owned();
+            let closed_at = *closed_at.get_or_insert_with(Instant::now);
+            if !link.owes_something() || closed_at.elapsed() > FAREWELL {
+                let _ = writer.shutdown().await;
+                return "closed".to_owned();
+            }
         }
+        let pause = if closed_at.is_some() { FAREWELL } else { link.heartbeat };
         tokio::select! {
             line = reader.next() => match line {
-                Ok(line) => link.handle_line(&line),
+                Ok(line) => {
+                    silent_for = 0;
+                    link.handle_line(&line);
+                }
                 Err(error) => return error.to_string(),
             },
             () = link.wake.notified() => {}
+            () = tokio::time::sleep(pause) => {
+                silent_for += 1;
+                if silent_for > 1 {
+                    return "the server is silent".to_owned();
+                }
+                link.tell(&Request::Ping);
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::client::{Client, Server, Way, check_key};
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::events::Leaders;
-use crate::guard::{Channel, Granted, Guard, Hold, Unclaimed, refusal};
+use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed, refusal};
 use crate::link::GiveBack;
 use crate::stream::Lines;
 
@@ -68,7 +68,7 @@ impl Ask {
             Way::Plain(_) => {
                 let mut lines = self.server().address.connect().await?;
                 let line = ask_own(&mut lines, &request, timeout.saturating_add(wait)).await?;
-                let channel = Channel::Own(tokio::sync::Mutex::new(Some(lines)));
+                let channel = Channel::Own(Own::new(lines));
                 self.finish(request.op(), &line, sent_at, channel).await
             }
         }
@@ -145,7 +145,7 @@ impl Ask {
             Way::Plain(_) => {
                 let mut lines = self.server().address.connect().await?;
                 let line = ask_own(&mut lines, &request, timeout).await?;
-                (line, Channel::Own(tokio::sync::Mutex::new(Some(lines))))
+                (line, Channel::Own(Own::new(lines)))
             }
         };
         let ticket = |state| Ticket { ask: self.clone(), state: Some(state) };
@@ -219,8 +219,8 @@ impl Ticket {
                 let call = link.call(&request, Some(ask.give_back()))?;
                 call.wait(timeout).await?.claim()
             }
-            Place::Queued(Channel::Own(lines)) => {
-                let lines = lines.get_mut();
+            Place::Queued(Channel::Own(own)) => {
+                let lines = own.lines.get_mut();
                 let open = lines.as_mut().ok_or(Error::Closed)?;
                 match ask_own(open, &request, timeout).await {
                     Ok(line) => line,

@@ -185,13 +185,15 @@ impl Lines {
     ) -> io::Result<Option<Vec<String>>> {
         let request = Request::Hello { name, words: words.to_vec() };
         let answer = self.ask(&request, timeout).await?;
-        if answer == ErrorCode::Auth.text().as_bytes() {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
         let accepted = match Response::parse(Op::Hello, &answer, Unit::Seconds) {
             Some(Response::Value(words)) => String::from_utf8_lossy(words).into_owned(),
             Some(Response::Ok) => String::new(),
-            Some(_) | None => return Ok(None),
+            Some(Response::Error(ErrorCode::Auth)) => {
+                return Err(io::ErrorKind::PermissionDenied.into());
+            }
+            // What servers say that do not know the command.
+            Some(Response::Error(ErrorCode::Error)) => return Ok(None),
+            _ => return Err(io::Error::other(String::from_utf8_lossy(&answer).into_owned())),
         };
         Ok(Some(accepted.split(' ').map(str::to_owned).collect()))
     }

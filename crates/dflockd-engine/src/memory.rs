@@ -488,7 +488,7 @@ impl Engine {
             let now = self.clock.now();
             let ShardState { store, effects, armed } = &mut *state;
             {
-                let _bomb = AbortOnPanic;
+                let _bomb = AbortOnPanic { unwinding: std::thread::panicking() };
                 store.apply(caller, command, now, effects);
             }
             // In the order of the store, and before anybody else can change it.
@@ -604,11 +604,14 @@ fn shard_of(key: &[u8]) -> usize {
 }
 
 /// State that a panic left half changed must not be used by anybody.
-struct AbortOnPanic;
+struct AbortOnPanic {
+    /// The thread was cleaning up after a panic elsewhere when it came here.
+    unwinding: bool,
+}
 
 impl Drop for AbortOnPanic {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() && !self.unwinding {
             std::process::abort();
         }
     }

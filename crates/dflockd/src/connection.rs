@@ -293,6 +293,10 @@ impl Connection {
         }
         let had_messages = self.print_messages();
         if ending {
+            if self.kept {
+                // So that the client does not take back what another connection has taken over.
+                self.output.extend_from_slice(b"detached\n");
+            }
             self.close();
         }
         if had_messages {

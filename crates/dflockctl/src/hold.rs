@@ -1,0 +1,243 @@
+//! `acquire`, `release`, `renew`, `enqueue`, `wait`: locks that outlive the process that took them.
+
+use std::time::Duration;
+
+use dflockd_client::{Client, Guard};
+use serde_json::{Value, json};
+
+use crate::connect::Settings;
+use crate::failure::{Failure, Status};
+use crate::output::{self, Output};
+use crate::signals::Signals;
+use crate::time;
+use crate::wanted::{Kind, Wanted};
+
+/// The kinds of locks that scripts can hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum KindName {
+    /// A mutex.
+    Lock,
+    /// A slot of a semaphore.
+    Sem,
+    /// A read lock.
+    Read,
+    /// A write lock.
+    Write,
+}
+
+/// Which lock.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Which {
+    /// What to lock.
+    key: String,
+    /// What kind of lock it is.
+    #[arg(long, value_name = "KIND", default_value = "lock")]
+    kind: KindName,
+    /// How many may hold the semaphore at a time.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    limit: Option<u32>,
+    /// Lock for so long; nobody renews it but `dflockctl renew`.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time::parse_some)]
+    lease: Duration,
+}
+
+impl Which {
+    fn wanted(self) -> Result<Wanted, Failure> {
+        let kind = match (self.kind, self.limit) {
+            (KindName::Sem, Some(limit)) => Kind::Semaphore { limit },
+            (KindName::Sem, None) => return Err(Failure::usage("--kind sem needs --limit N")),
+            (_, Some(_)) => return Err(Failure::usage("--limit is for --kind sem")),
+            (KindName::Lock, None) => Kind::Mutex,
+            (KindName::Read, None) => Kind::Read,
+            (KindName::Write, None) => Kind::Write,
+        };
+        Ok(Wanted { key: self.key, kind, lease: self.lease })
+    }
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct AcquireArgs {
+    #[command(flatten)]
+    which: Which,
+    /// Do not wait: end with status 75 if somebody else holds it.
+    #[arg(long = "try", conflicts_with = "wait")]
+    now: bool,
+    /// Wait so long at most, then end with status 75; for ever if not given.
+    #[arg(long, value_name = "TIME", value_parser = time::parse)]
+    wait: Option<Duration>,
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct EnqueueArgs {
+    #[command(flatten)]
+    which: Which,
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct WaitArgs {
+    #[command(flatten)]
+    which: Which,
+    /// The session that `enqueue` printed [variable: DFLOCKD_SESSION, which others can not see].
+    #[arg(long, value_name = "SESSION")]
+    session: Option<String>,
+    /// Wait so long at most, then give up the place and end with status 75; for ever if not given.
+    #[arg(long, value_name = "TIME", value_parser = time::parse)]
+    wait: Option<Duration>,
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReleaseArgs {
+    /// What is locked.
+    key: String,
+    /// The token of the hold [variable: DFLOCKD_TOKEN, which others can not see].
+    token: Option<String>,
+    /// What kind of lock it is.
+    #[arg(long, value_name = "KIND", default_value = "lock")]
+    kind: KindName,
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct RenewArgs {
+    #[command(flatten)]
+    release: ReleaseArgs,
+    /// Lock for so long from now.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time::parse_some)]
+    lease: Duration,
+}
+
+/// `acquire`.
+pub(crate) async fn acquire(args: AcquireArgs, outer: &Settings) -> Result<Status, Failure> {
+    let wanted = args.which.wanted()?;
+    let connection = args.settings.or(outer).resolve()?;
+    let mut signals = Signals::listen()?;
+    let client = signals.connect(connection.connect_for(&wanted.key)).await?;
+    let wait = if args.now { Some(Duration::ZERO) } else { args.wait };
+    // Without a session the lock would end with this process.
+    session(&client)?;
+    let acquiring = wanted.acquire(&client, wait.unwrap_or(Duration::MAX));
+    let guard = signals.unless_interrupted(&client, acquiring).await??;
+    hand_over(&wanted, &client, guard, args.output)
+}
+
+/// `enqueue`.
+pub(crate) async fn enqueue(args: EnqueueArgs, outer: &Settings) -> Result<Status, Failure> {
+    let wanted = args.which.wanted()?;
+    let connection = args.settings.or(outer).resolve()?;
+    let client = connection.connect_for(&wanted.key).await?;
+    let session = session(&client)?;
+    let ticket = wanted.enqueue(&client).await?;
+    let state = if ticket.is_granted() { "acquired" } else { "queued" };
+    ticket.forget();
+    if args.output.json {
+        output::json(&json!({ "key": wanted.key, "state": state, "session": session }));
+    } else {
+        output::line(session);
+    }
+    Ok(Status::Ok)
+}
+
+/// `wait`.
+pub(crate) async fn wait(args: WaitArgs, outer: &Settings) -> Result<Status, Failure> {
+    let wanted = args.which.wanted()?;
+    let session = secret(args.session, "DFLOCKD_SESSION").ok_or_else(|| {
+        Failure::usage("name the session that `enqueue` printed with --session or DFLOCKD_SESSION")
+    })?;
+    let connection = args.settings.or(outer).resolve()?;
+    let server = connection.server_of(&wanted.key);
+    let mut signals = Signals::listen()?;
+    let attaching = connection.builder().server(server).attach(session).connect();
+    let client = signals.connect(async { Ok(attaching.await?) }).await?;
+    let ticket = wanted.ticket(&client)?;
+    let waiting = ticket.wait(args.wait.unwrap_or(Duration::MAX));
+    let guard = signals.unless_interrupted(&client, waiting).await??;
+    hand_over(&wanted, &client, guard, args.output)
+}
+
+/// `release`.
+pub(crate) async fn release(args: ReleaseArgs, outer: &Settings) -> Result<Status, Failure> {
+    let token = token(args.token)?;
+    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
+    client.release_token(args.key.as_bytes(), args.kind == KindName::Sem, &token).await?;
+    if args.output.json {
+        output::json(&json!({ "key": args.key, "released": true }));
+    }
+    Ok(Status::Ok)
+}
+
+/// `renew`.
+pub(crate) async fn renew(args: RenewArgs, outer: &Settings) -> Result<Status, Failure> {
+    let RenewArgs { release: args, lease } = args;
+    let token = token(args.token)?;
+    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
+    let (key, semaphore) = (args.key.as_bytes(), args.kind == KindName::Sem);
+    let remaining = client.renew_token(key, semaphore, &token, lease).await?;
+    if args.output.json {
+        output::json(&json!({ "key": args.key, "valid_for_ms": millis(remaining) }));
+    } else {
+        output::line(time::short_duration(remaining));
+    }
+    Ok(Status::Ok)
+}
+
+/// Prints by what the lock can be released, and leaves it to its lease.
+fn hand_over(
+    wanted: &Wanted,
+    client: &Client,
+    guard: Option<Guard>,
+    how: Output,
+) -> Result<Status, Failure> {
+    let Some(guard) = guard else {
+        let key = output::clean(&wanted.key);
+        return Err(Failure::not_acquired(format!("{key} was not free in time; try again later")));
+    };
+    let (fence, valid_for) = (guard.fence(), guard.valid_until().remaining());
+    let token = guard.forget();
+    if how.json {
+        output::json(&json!({
+            "key": wanted.key,
+            "token": token,
+            "fence": fence.to_string(),
+            "session": client.session().map_or(Value::Null, Value::String),
+            "valid_for_ms": millis(valid_for),
+        }));
+    } else {
+        output::line(format!("{token} {fence}"));
+    }
+    Ok(Status::Ok)
+}
+
+fn session(client: &Client) -> Result<String, Failure> {
+    client.session().ok_or_else(|| {
+        Failure::new(Status::No, "the server does not keep sessions; use `dflockctl lock`")
+    })
+}
+
+fn token(given: Option<String>) -> Result<String, Failure> {
+    secret(given, "DFLOCKD_TOKEN").ok_or_else(|| {
+        Failure::usage("give the token that `acquire` printed, or set DFLOCKD_TOKEN")
+    })
+}
+
+fn secret(given: Option<String>, variable: &str) -> Option<String> {
+    given.or_else(|| std::env::var(variable).ok()).filter(|secret| !secret.is_empty())
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,230 @@
+//! The command line of dflockd.
+//!
+//! `run.rs` is the heart: a program under a lock. `leash.rs` decides when a program that lost its lock has to
+//! end, `hold.rs` has the locks of scripts, the other files are named by their verbs. Errors become one line
+//! and an exit status in `failure.rs`.
+
+mod admin;
+mod bench;
+mod connect;
+mod events;
+mod failure;
+mod family;
+mod hold;
+mod leash;
+mod look;
+mod manual;
+mod output;
+mod run;
+mod signals;
+mod survey;
+mod time;
+mod top;
+mod values;
+mod wanted;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use connect::Settings;
+use failure::{Failure, Status, complain};
+use wanted::Kind;
+
+const AFTER_HELP: &str = "\
+Exit statuses: 0 done, 1 no such thing or refused, 64 usage, 69 server not reachable, 75 not acquired, 76 lock \
+lost while the program ran, 77 token missing or wrong, 126 program not executable, 127 program not found, 128+n \
+ended by signal n; otherwise that of the program.";
+
+/// The command line of the dflockd lock server.
+#[derive(Debug, Parser)]
+#[command(name = "dflockctl", version, after_help = AFTER_HELP, disable_help_subcommand = true)]
+struct Cli {
+    #[command(flatten)]
+    settings: Settings,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Run a program under a lock.
+    Lock(run::Args),
+    /// Run a program under a semaphore, together with a limited number of others.
+    Sem(run::SemArgs),
+    /// Run a program under a read lock, together with other readers.
+    Rlock(run::Args),
+    /// Run a program under a write lock, alone.
+    Wlock(run::Args),
+    /// Run a program as the leader of an election.
+    Elect(run::Args),
+    /// Take a lock that outlives this process; prints its token and fence.
+    Acquire(hold::AcquireArgs),
+    /// Release a lock by its token.
+    Release(hold::ReleaseArgs),
+    /// Renew a lock by its token; prints for how long it is locked now.
+    Renew(hold::RenewArgs),
+    /// Take a place in a queue that outlives this process; prints the session to `wait` with.
+    Enqueue(hold::EnqueueArgs),
+    /// Wait at a place that was taken with `enqueue`; prints token and fence.
+    Wait(hold::WaitArgs),
+    /// List keys.
+    Ls(look::LsArgs),
+    /// Show one key: who holds it, who waits, and for how long.
+    Show(look::ShowArgs),
+    /// Show what each server holds.
+    Status(look::StatusArgs),
+    /// Show locks and queues as they change, on the whole screen.
+    Top(top::Args),
+    /// Print changes of keys as they come.
+    Watch(events::WatchArgs),
+    /// Print signals as they come.
+    Listen(events::ListenArgs),
+    /// Send a signal; prints how many got it.
+    Signal(events::SignalArgs),
+    /// Values under keys.
+    Kv {
+        #[command(subcommand)]
+        verb: values::KvVerb,
+    },
+    /// Counters.
+    Counter {
+        #[command(subcommand)]
+        verb: values::CounterVerb,
+    },
+    /// Lists.
+    List {
+        #[command(subcommand)]
+        verb: values::ListVerb,
+    },
+    /// Wait until as many have arrived at a barrier.
+    Barrier(values::BarrierArgs),
+    /// Ask each server whether it answers, and how fast.
+    Ping(look::PingArgs),
+    /// End somebody's hold; for administrators.
+    ForceRelease(admin::ForceReleaseArgs),
+    /// End somebody's session with all it holds; for administrators.
+    EndSession(admin::EndSessionArgs),
+    /// Put load on lock servers and compare them.
+    Bench(bench::Args),
+    /// Print completions for a shell.
+    Completions(manual::CompletionsArgs),
+    /// Print the manual page, or write all of them.
+    Man(manual::ManArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    // Has its own threads and its own options.
+    if let Verb::Bench(args) = &cli.verb {
+        if cli.settings.is_given() {
+            complain(
+                "options of the connection do not apply to bench; see `dflockctl bench --help`",
+            );
+            return Status::Usage.into();
+        }
+        return bench::run(args);
+    }
+    match run(cli.verb, &cli.settings) {
+        Ok(status) => status.into(),
+        Err(failure) => {
+            complain(&failure);
+            failure.status.into()
+        }
+    }
+}
+
+fn run(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| Failure::new(Status::No, format!("can not start: {error}")))?;
+    let outcome = runtime.block_on(dispatch(verb, settings));
+    // A thread that waits for a key of the terminal would be waited for.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
+    match verb {
+        Verb::Lock(args) => run::run(Kind::Mutex, args, settings).await,
+        Verb::Sem(run::SemArgs { limit, args }) => {
+            run::run(Kind::Semaphore { limit }, args, settings).await
+        }
+        Verb::Rlock(args) => run::run(Kind::Read, args, settings).await,
+        Verb::Wlock(args) => run::run(Kind::Write, args, settings).await,
+        Verb::Elect(args) => run::run(Kind::Election, args, settings).await,
+        Verb::Acquire(args) => hold::acquire(args, settings).await,
+        Verb::Release(args) => hold::release(args, settings).await,
+        Verb::Renew(args) => hold::renew(args, settings).await,
+        Verb::Enqueue(args) => hold::enqueue(args, settings).await,
+        Verb::Wait(args) => hold::wait(args, settings).await,
+        Verb::Ls(args) => look::ls(args, settings).await,
+        Verb::Show(args) => look::show(args, settings).await,
+        Verb::Status(args) => look::status(args, settings).await,
+        Verb::Top(args) => top::run(args, settings).await,
+        Verb::Watch(args) => events::watch(args, settings).await,
+        Verb::Listen(args) => events::listen(args, settings).await,
+        Verb::Signal(args) => events::signal(args, settings).await,
+        Verb::Kv { verb } => values::kv(verb, settings).await,
+        Verb::Counter { verb } => values::counter(verb, settings).await,
+        Verb::List { verb } => values::list(verb, settings).await,
+        Verb::Barrier(args) => values::barrier(args, settings).await,
+        Verb::Ping(args) => look::ping(args, settings).await,
+        Verb::ForceRelease(args) => admin::force_release(args, settings).await,
+        Verb::EndSession(args) => admin::end_session(args, settings).await,
+        Verb::Completions(args) => Ok(manual::completions(&args, Cli::command())),
+        Verb::Man(args) => manual::man(&args, Cli::command()),
+        Verb::Bench(_) => unreachable!("it runs without a runtime"),
+    }
+}
+
+/// Help goes to stdout as it is, a wrong command line becomes one line.
+fn refuse(error: &clap::Error) -> ExitCode {
+    if !error.use_stderr() {
+        let text = if output::colours() {
+            error.render().ansi().to_string()
+        } else {
+            error.render().to_string()
+        };
+        output::line(text.trim_end());
+        return Status::Ok.into();
+    }
+    let text = error.render().to_string();
+    let problem = text.split("Usage: ").next().unwrap_or_default();
+    let problem = problem
+        .trim_start_matches("error: ")
+        .replace("For more information, try '--help'.", "")
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+        .replace(" tip: ", "; ");
+    complain(format_args!("{problem}; see `{} --help`", named_verb()));
+    Status::Usage.into()
+}
+
+/// As much of the command line as names a verb.
+fn named_verb() -> String {
+    let mut named = "dflockctl".to_owned();
+    let mut command = &Cli::command();
+    for word in std::env::args_os().skip(1).take_while(|word| word != "--") {
+        if let Some(verb) = command.find_subcommand(&word) {
+            named = format!("{named} {}", verb.get_name());
+            command = verb;
+        }
+    }
+    named
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definitions_fit_together() {
+        Cli::command().debug_assert();
+    }
+}
