@@ -484,6 +484,9 @@ impl Drop for Ending<'_> {
 /// The life of a connection.
 async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
     let ending = Ending(&peer);
+    // Kept over the turns: most turns are a request, and listening anew each time would cost as much as parsing it.
+    let attention = peer.attention.notified();
+    tokio::pin!(attention);
     loop {
         let plan = peer.plan();
         if plan.over {
@@ -492,7 +495,7 @@ async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
         let mut pokes = Pokes::new();
         tokio::select! {
             biased;
-            () = peer.attention.notified() => {}
+            () = &mut attention => attention.set(peer.attention.notified()),
             () = read(&peer, &mut reader, &mut pokes), if plan.read => {}
             writable = busy(&peer, plan) => {
                 if writable {
