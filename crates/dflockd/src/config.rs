@@ -149,6 +149,9 @@ settings! {
     max_waiters: u64 = UNLIMITED, "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
     max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "0";
+    /// Threads that serve connections. Most of the work is the kernel's, which needs the other cores.
+    worker_threads: u64 = Count { min: 0, max: 1024, zero: "half of the cores" },
+        "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
     /// Time a client has for each line of a request it has begun, and for the TLS handshake.
     read_timeout: Duration = Seconds { min: 1, zero: "" },
         "read-timeout", "DFLOCKD_READ_TIMEOUT_S", "23";
@@ -1013,6 +1016,7 @@ mod tests {
         assert_eq!((c.max_locks, c.max_keys, c.max_list_length), (1024, 0, 0));
         assert_eq!((c.max_connections, c.max_connections_per_ip), (0, 0));
         assert_eq!((c.max_waiters, c.max_subscriptions), (0, 0));
+        assert_eq!(c.worker_threads, 0);
         assert_eq!(c.max_value_bytes, 65_533);
         assert_eq!(c.read_timeout, Duration::from_secs(23));
         assert_eq!(c.write_timeout, Duration::from_secs(5));
@@ -1412,7 +1416,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 33);
+        assert_eq!(settings.len(), 34);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);
