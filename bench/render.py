@@ -9,6 +9,7 @@ import json
 import pathlib
 import statistics
 import sys
+import textwrap
 
 COLOURS = {"dflockd": "#1f77b4", "redis": "#d62728", "etcd": "#2ca02c", "echo": "#8c8c8c"}
 
@@ -172,6 +173,17 @@ def groups(races, figure):
             yield name, bars
 
 
+def wrapped(lines):
+    """Breaks long prose; tables and what stands in code blocks stay as they are."""
+    code = False
+    for line in lines:
+        code ^= line.startswith("```")
+        if code or line.startswith("|") or len(line) <= 110:
+            yield line
+        else:
+            yield from textwrap.wrap(line, 110)
+
+
 def main():
     source, out = map(pathlib.Path, sys.argv[1:3])
     races, commands = {}, []
@@ -247,7 +259,7 @@ def main():
         "```",
         "",
     ]
-    (out / "benchmarks.md").write_text("\n".join(lines))
+    (out / "benchmarks.md").write_text("\n".join(wrapped("\n".join(lines).split("\n"))))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ use tokio::sync::Notify;
 use crate::connection::{Connection, Inbox, Message};
 use crate::service::Service;
 
-const READ_BYTES: usize = 64 * 1024;
+/// What a connection may bring at a time: more than a thousand requests, a millisecond or so of work.
+const READ_BYTES: usize = 16 * 1024;
 /// Output buffers larger than this are not kept for reuse.
 const SPARE_BYTES_MAX: usize = 256 * 1024;
 const KEEPALIVE: Duration = Duration::from_secs(30);
@@ -496,7 +497,12 @@ async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
         tokio::select! {
             biased;
             () = &mut attention => attention.set(peer.attention.notified()),
-            () = read(&peer, &mut reader, &mut pokes), if plan.read => {}
+            more = read(&peer, &mut reader, &mut pokes), if plan.read => {
+                if more {
+                    // Others have waited while this one was served.
+                    tokio::task::yield_now().await;
+                }
+            }
             writable = busy(&peer, plan) => {
                 if writable {
                     peer.with_talk(&mut pokes, |_, _| ());
@@ -515,21 +521,22 @@ async fn run(peer: Arc<Peer>, mut reader: OwnedReadHalf, seat: Seat) {
     drop(seat);
 }
 
-/// Reads once and handles what was read.
-async fn read(peer: &Peer, reader: &mut OwnedReadHalf, pokes: &mut Pokes) {
+/// Reads once and handles what was read; true if there may be more.
+async fn read(peer: &Peer, reader: &mut OwnedReadHalf, pokes: &mut Pokes) -> bool {
     std::future::poll_fn(|cx| {
         INPUT.with_borrow_mut(|buffer| {
-            match ready!(poll_read(cx, reader, buffer)) {
+            let read = ready!(poll_read(cx, reader, buffer));
+            match read {
                 Ok(0) => {
                     peer.with_talk(pokes, |talk, _| talk.connection.handle_end_of_input());
                 }
                 Ok(count) => peer.handle_input(&buffer[..count], pokes),
                 Err(_) => peer.abort(),
             }
-            Poll::Ready(())
+            Poll::Ready(read.is_ok_and(|count| count == buffer.len()))
         })
     })
-    .await;
+    .await
 }
 
 fn poll_read(
