@@ -201,6 +201,12 @@ pub enum Command<'a> {
     },
     /// The session has a connection again. Not answered.
     Attach,
+    /// Ends the caller's session like [`Command::EndSession`] without a release, but its holds stay for `ttl` at most,
+    /// unless somebody who knows a token renews it. Not answered.
+    Orphan {
+        /// How long the holds stay.
+        ttl: Span,
+    },
     /// Ends the caller's session: subscriptions, enqueue records, waits, then, if `release`, its holds. Not answered.
     EndSession {
         /// Release the holds (else they run until their leases end).

@@ -41,6 +41,7 @@ pub use effect::{
     Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
 };
 pub use pattern::{is_literal, is_valid as pattern_is_valid, matches as pattern_matches};
+pub use session::Progress;
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
 pub use store::Store;

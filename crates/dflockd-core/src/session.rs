@@ -31,6 +31,17 @@ pub(crate) struct Session {
     pub(crate) notes: BTreeMap<u64, (Space, Bytes)>,
 }
 
+/// What the store knows of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// It is blocked.
+    Waiting,
+    /// It was answered like this.
+    Answered(Outcome),
+    /// Never seen, or answered and forgotten.
+    Unknown,
+}
+
 /// A two-phase record.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Enqueued {
@@ -160,6 +171,7 @@ impl Store {
             | Command::Undo(_)
             | Command::Detach { .. }
             | Command::Attach
+            | Command::Orphan { .. }
             | Command::EndSession { .. } => return false,
             Command::Acquire { .. }
             | Command::Enqueue { .. }
@@ -317,6 +329,41 @@ impl Store {
         let holds = owner.holds.iter(&self.locks.claims);
         let bases = holds.filter_map(|(_, claim)| claim.hold.map(|hold| hold.base));
         bases.max().map(|base| self.deadlines.lease_end(base))
+    }
+
+    /// Lets no hold of a session last longer than until `end`.
+    pub(crate) fn shorten_leases(&mut self, id: SessionId, end: Timestamp) {
+        let Some(owner) = self.sessions.get(&id) else { return };
+        let slots: Vec<Slot> = owner.holds.iter(&self.locks.claims).map(|(slot, _)| slot).collect();
+        for slot in slots {
+            if let Some(hold) = &mut self.locks.claims[slot].hold
+                && hold.base > end
+            {
+                self.deadlines.remove_lease(hold.base, hold.fence);
+                hold.base = end;
+                self.deadlines.add_lease(end, hold.fence, slot);
+            }
+        }
+    }
+
+    /// The sessions with ids in a range, in order.
+    #[must_use]
+    pub fn session_ids(&self, range: core::ops::RangeInclusive<SessionId>) -> Vec<SessionId> {
+        let mut ids: Vec<_> =
+            self.sessions.keys().copied().filter(|id| range.contains(id)).collect();
+        ids.sort_unstable();
+        ids
+    }
+
+    /// What became of a request, as far as the store still knows.
+    #[must_use]
+    pub fn progress(&self, session: SessionId, request: RequestId) -> Progress {
+        let Some(owner) = self.sessions.get(&session) else { return Progress::Unknown };
+        if owner.blocked.contains_key(&request) {
+            return Progress::Waiting;
+        }
+        let kept = owner.results.as_ref().and_then(|results| results.kept.get(&request));
+        kept.map_or(Progress::Unknown, |outcome| Progress::Answered(outcome.clone()))
     }
 
     /// Ends a session: subscriptions, enqueue records, waits, and, if `release`, holds.

@@ -224,6 +224,11 @@ impl Store {
                 self.attach(caller.session);
                 return None;
             }
+            Command::Orphan { ttl } => {
+                self.shorten_leases(caller.session, self.now + ttl);
+                self.end_session(caller.session, false, None, effects);
+                return None;
+            }
             Command::EndSession { release, forced } => {
                 let reason = forced.then_some(LostReason::Session);
                 self.end_session(caller.session, release, reason, effects);

@@ -178,6 +178,7 @@ impl Engine {
             | Command::Undo(_)
             | Command::Detach { .. }
             | Command::Attach
+            | Command::Orphan { .. }
             | Command::EndSession { .. } => {
                 unreachable!("the engine sends {command:?} itself")
             }

@@ -515,6 +515,16 @@ impl Model {
                 }
                 None
             }
+            Command::Orphan { ttl } => {
+                let end = self.now + ttl;
+                for hold in self.locks.values_mut().flat_map(|lock| &mut lock.holds) {
+                    if hold.owner == Some(session) {
+                        hold.base = hold.base.min(end);
+                    }
+                }
+                self.end_session(session, None);
+                None
+            }
             Command::EndSession { release, forced } => {
                 self.end_session(
                     session,
@@ -1353,6 +1363,7 @@ pub(super) fn is_answered(command: &Command<'_>) -> bool {
         | Command::Undo(_)
         | Command::Detach { .. }
         | Command::Attach
+        | Command::Orphan { .. }
         | Command::EndSession { .. } => false,
         Command::Acquire { .. }
         | Command::Enqueue { .. }

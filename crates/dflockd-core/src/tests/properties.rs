@@ -250,7 +250,7 @@ fn any_act(rng: &mut Random, family: Family, favoured: &[Mode; 3]) -> Act {
 }
 
 fn service_act(rng: &mut Random) -> Act {
-    match rng.below(24) {
+    match rng.below(25) {
         0..=3 => Act::Fixed(Command::Tick),
         4..=5 => Act::Fixed(Command::NewTerm),
         6..=11 => Act::Cancel { back: rng.below(8) },
@@ -258,6 +258,7 @@ fn service_act(rng: &mut Random) -> Act {
         15..=17 => Act::Undo { back: rng.index(6) },
         18..=20 => Act::Detach { after: rng.below(20) },
         21..=22 => Act::Fixed(Command::Attach),
+        23 => Act::Fixed(Command::Orphan { ttl: Span::from_secs(rng.below(5)) }),
         _ => Act::Fixed(Command::EndSession { release: rng.percent(70), forced: rng.percent(50) }),
     }
 }
@@ -521,7 +522,7 @@ impl Run {
         if is_answered {
             self.clients[client].requests.push((request, command.clone()));
         }
-        let ends = matches!(command, Command::EndSession { .. });
+        let ends = matches!(command, Command::EndSession { .. } | Command::Orphan { .. });
         self.apply(Caller { session, request, keep }, command)?;
         if ends {
             self.replace(session);
