@@ -2,7 +2,9 @@
 //! bytes. None knows libFuzzer: the server's tests include these files and replay the corpus.
 
 pub mod apply;
+pub mod entry;
 pub mod line;
+pub mod peer;
 pub mod request;
 pub mod seeds;
 pub mod snapshot;

@@ -1,9 +1,17 @@
 //! The inputs that fuzzing begins with: one of everything, so that the fuzzer need not guess a command's
 //! name or the form of a snapshot. `DFLOCKD_SEEDS=1 cargo test -p dflockd --test corpus` writes them.
 
+use dflockd_core::Timestamp;
+use dflockd_engine::replica::codec::{Batch, Frame, begin_payload, put_batch};
+use dflockd_engine::replica::types::Run;
 use dflockd_wire::{ERROR_CODES, OPS};
 
 use crate::apply;
+
+// Every byte form of replicated mode, as the tests of the engine keep them.
+const ITEMS: &str = include_str!("../../crates/dflockd-engine/tests/golden/items.txt");
+const PAYLOADS: &str = include_str!("../../crates/dflockd-engine/tests/golden/payloads.txt");
+const FRAMES: &str = include_str!("../../crates/dflockd-engine/tests/golden/frames.txt");
 
 /// The seeds of `target`, with the names of their files.
 pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -12,6 +20,8 @@ pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {
         "request" => request(),
         "apply" => apply_inputs(),
         "snapshot" => snapshot(),
+        "peer" => peer(),
+        "entry" => entry(),
         _ => panic!("no target {target}"),
     }
 }
@@ -121,4 +131,46 @@ fn snapshot() -> Vec<(String, Vec<u8>)> {
         }
     }
     seeds
+}
+
+/// Every frame, and every item in one more.
+fn peer() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = golden(FRAMES);
+    let items = golden(ITEMS);
+    let count = u16::try_from(items.len()).expect("there are not so many items");
+    let bytes = items.into_iter().flat_map(|(_, item)| item).collect::<Vec<_>>().into();
+    let batch = Batch { run: Run(1 << 20 | 7), first_seq: 9, count, bytes };
+    seeds.push(("seed-items".into(), Frame::Forward(batch).encode().to_vec()));
+    seeds
+}
+
+/// Every order and change of the membership, and the items in batches.
+fn entry() -> Vec<(String, Vec<u8>)> {
+    let mut seeds = golden(PAYLOADS);
+    for (index, items) in golden(ITEMS).chunks(8).enumerate() {
+        let mut payload = Vec::new();
+        begin_payload(&mut payload, Timestamp(1_000));
+        for batch in items.chunks(5) {
+            let count = u16::try_from(batch.len()).expect("five at most");
+            let bytes: Vec<u8> = batch.iter().flat_map(|(_, item)| item.clone()).collect();
+            put_batch(&mut payload, Run(1 << 20 | 7), 9, count, &bytes);
+        }
+        seeds.push((format!("seed-items-{index}"), payload));
+    }
+    seeds
+}
+
+/// The lines of a golden file: `name: hex`.
+fn golden(text: &str) -> Vec<(String, Vec<u8>)> {
+    let lines = text.lines().filter_map(|line| line.split_once(": "));
+    let byte = |pair: &[u8]| {
+        let pair = std::str::from_utf8(pair).expect("golden files are text");
+        u8::from_str_radix(pair, 16).expect("golden bytes are hexadecimal")
+    };
+    lines
+        .map(|(name, hex)| {
+            let bytes = hex.as_bytes().chunks(2).map(byte).collect();
+            (format!("seed-{}", name.to_lowercase()), bytes)
+        })
+        .collect()
 }

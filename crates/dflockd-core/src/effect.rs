@@ -140,6 +140,8 @@ pub enum Refusal {
     /// The request was answered so long ago that the answer is no longer kept. It is not executed again, and what
     /// came of it the first time is not known.
     Forgotten,
+    /// Nobody could decide it in time, and nothing will come of it.
+    Unavailable,
 }
 
 /// A line for a subscriber.

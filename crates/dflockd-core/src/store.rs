@@ -155,6 +155,13 @@ impl Store {
         &self.limits
     }
 
+    /// Decides by other limits from now on. What they already exceed stays; the namespaces stay what they are.
+    pub fn set_limits(&mut self, limits: Limits) {
+        let shared_namespace = self.limits.shared_namespace;
+        self.deadlines.grace = limits.failover_grace;
+        self.limits = Limits { shared_namespace, ..limits };
+    }
+
     /// Executes the command itself. The answer comes with whether a retry should get it again; no answer means
     /// that it comes later or never.
     fn execute(

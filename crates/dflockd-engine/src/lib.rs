@@ -1,17 +1,21 @@
 //! Runs the core.
 //!
-//! [`Engine`] keeps the state in memory, spread over shards, each a [`Store`](dflockd_core::Store) under a
-//! short mutex; the thread that brings a command applies it. What others are to be told goes to the
-//! [`Sink`] of their session. Start reading at [`Engine::submit`].
+//! An [`Engine`] keeps the state in memory, spread over shards ([`Memory`]), or is a member of a cluster
+//! ([`Replicated`]). What sessions are to be told goes to their [`Sink`]. Start reading at [`Engine::submit`].
 
 mod clock;
+mod engine;
 mod fence_file;
 mod fences;
 mod memory;
+pub mod replica;
+mod replicated;
 mod router;
 
 pub use clock::Clock;
+pub use engine::{Attaching, Engine};
 pub use fence_file::{FenceFile, FenceFileError};
 pub use fences::Fences;
-pub use memory::{Engine, Options, Place, Submitted};
+pub use memory::{Memory, Options, Place, Submitted};
+pub use replicated::{Replicated, View};
 pub use router::{Attachment, Pokes, Pushed, SessionSecret, Sink};

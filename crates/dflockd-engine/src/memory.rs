@@ -16,7 +16,9 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::clock::Clock;
+use crate::engine::Engine;
 use crate::fences::Fences;
+use crate::replica::types::AutoRelease;
 use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
 
 const KEY_SHARDS: usize = 64;
@@ -30,8 +32,8 @@ const KEPT_FOR: Span = Span::from_secs(10);
 pub struct Options {
     /// What the stores decide by.
     pub limits: Limits,
-    /// Release what a session holds when its connection ends.
-    pub release_on_disconnect: bool,
+    /// When what a session holds is released because its connection ended.
+    pub auto_release: AutoRelease,
     /// Nothing is granted for this long.
     pub grant_delay: Span,
     /// Deadlines are looked at no later than this, whatever the timers say.
@@ -59,14 +61,19 @@ pub enum Submitted {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place(usize);
 
+impl Place {
+    /// Where there is only one.
+    pub(crate) const ANY: Self = Self(0);
+}
+
 /// State in memory, spread over shards.
-pub struct Engine {
+pub struct Memory {
     shards: Vec<Shard>,
     router: Router,
     clock: Clock,
     fences: Fences,
     default_lease: Span,
-    release_on_disconnect: bool,
+    auto_release: AutoRelease,
     sweep_interval: Duration,
 }
 
@@ -92,7 +99,7 @@ struct Aftermath {
     ended: Vec<SessionId>,
 }
 
-impl Engine {
+impl Memory {
     /// An engine without anything in it.
     #[must_use]
     pub fn new(options: Options) -> Self {
@@ -119,7 +126,7 @@ impl Engine {
             clock,
             fences: options.fences,
             default_lease: limits.default_lease,
-            release_on_disconnect: options.release_on_disconnect,
+            auto_release: options.auto_release,
             sweep_interval: options.sweep_interval,
         }
     }
@@ -324,7 +331,7 @@ impl Engine {
     }
 
     /// The connection of a session has ended.
-    pub fn close(&self, by: &Attachment, pokes: &mut Pokes) {
+    pub fn close(&self, by: &Attachment, orderly: bool, pokes: &mut Pokes) {
         let session = &by.session;
         let kept = {
             let mut state = session.state.lock();
@@ -337,13 +344,20 @@ impl Engine {
         if kept {
             self.detach(by, pokes);
         } else {
-            self.end(session, self.release_on_disconnect, false, pokes);
+            let release = match self.auto_release {
+                AutoRelease::Any => true,
+                AutoRelease::Clean => orderly,
+                AutoRelease::Lease => false,
+            };
+            self.end(session, release, false, pokes);
         }
     }
 
-    /// Ends a session for an operator, who may have to end one whose client is gone. False if there is none.
-    pub fn kick(&self, id: SessionId, pokes: &mut Pokes) -> bool {
-        let Some(session) = self.router.get(id) else { return false };
+    /// Ends a session for an operator, who may have to end one whose client is gone.
+    pub fn kick(&self, id: SessionId, pokes: &mut Pokes) -> Outcome {
+        let Some(session) = self.router.get(id) else {
+            return Outcome::Refused(Refusal::NotHeld);
+        };
         let sink = {
             let state = session.state.lock();
             session.epoch.fetch_add(1, Ordering::SeqCst);
@@ -355,7 +369,7 @@ impl Engine {
             sink.close();
             pokes.add(&sink);
         }
-        true
+        Outcome::Done
     }
 
     /// Lets every shard look at the time.
@@ -370,27 +384,29 @@ impl Engine {
     /// # Errors
     ///
     /// If the thread can not be started.
-    pub fn start(self: &Arc<Self>) -> std::io::Result<()> {
+    pub(crate) fn start(engine: &Arc<Engine>) -> std::io::Result<()> {
         for shard in 0..=COMMON {
-            tokio::spawn(Arc::clone(self).run_timer(shard));
+            let engine = Arc::clone(engine);
+            tokio::spawn(async move { memory(&engine).run_timer(shard).await });
         }
-        let engine = Arc::clone(self);
+        let engine = Arc::clone(engine);
         std::thread::Builder::new().name("fences".into()).spawn(move || {
-            engine.fences.run(|| {
+            let memory = memory(&engine);
+            memory.fences.run(|| {
                 let mut pokes = Pokes::new();
-                engine.tick(&mut pokes);
+                memory.tick(&mut pokes);
                 pokes.run();
             });
         })?;
         Ok(())
     }
 
-    /// Ends what [`Engine::start`] began.
+    /// Ends what [`Memory::start`] began.
     pub fn stop(&self) {
         self.fences.stop();
     }
 
-    async fn run_timer(self: Arc<Self>, shard: usize) {
+    async fn run_timer(&self, shard: usize) {
         let mut pokes = Pokes::new();
         loop {
             let next = {
@@ -595,6 +611,13 @@ impl Engine {
 
 /// The caller of commands that nobody sent.
 const NOBODY: Caller = Caller { session: SessionId(0), request: RequestId(0), keep: false };
+
+fn memory(engine: &Engine) -> &Memory {
+    match engine {
+        Engine::Memory(memory) => memory,
+        Engine::Replicated(_) => unreachable!("started as a memory engine"),
+    }
+}
 
 /// 32-bit FNV-1a.
 fn shard_of(key: &[u8]) -> usize {

@@ -103,6 +103,8 @@ pub(crate) struct State {
     pub(crate) label: Arc<str>,
     /// Set if the session outlives its connection.
     pub(crate) secret: Option<SessionSecret>,
+    /// The session that this one's connection is to have instead, until it takes it.
+    pub(crate) attached: Option<Attachment>,
 }
 
 impl Session {
@@ -111,6 +113,11 @@ impl Session {
         if word.load(Ordering::Relaxed) & bit == 0 {
             word.fetch_or(bit, Ordering::Relaxed);
         }
+    }
+
+    /// Whether any shard knows the session.
+    pub(crate) fn is_touched(&self) -> bool {
+        self.shards().next().is_some()
     }
 
     /// Forgets a shard; true if it was the last.
@@ -185,15 +192,32 @@ impl Router {
 
     pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
         let id = SessionId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1);
-        let state = State { sink: Some(sink), label, secret: None };
+        self.open_as(id, 0, sink, label)
+    }
+
+    /// A session whose id was given out elsewhere.
+    pub(crate) fn open_as(
+        &self,
+        id: SessionId,
+        epoch: u64,
+        sink: Arc<dyn Sink>,
+        label: Arc<str>,
+    ) -> Attachment {
+        let state = State { sink: Some(sink), label, secret: None, attached: None };
         let session = Arc::new(Session {
             id,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
-            epoch: AtomicU64::new(0),
+            epoch: AtomicU64::new(epoch),
             state: Mutex::new(state),
         });
         self.part(id).write().insert(id, Arc::clone(&session));
-        Attachment { session, epoch: 0 }
+        Attachment { session, epoch }
+    }
+
+    /// All of them, in no order.
+    pub(crate) fn all(&self) -> Vec<Arc<Session>> {
+        let parts = self.parts.iter();
+        parts.flat_map(|part| part.read().values().cloned().collect::<Vec<_>>()).collect()
     }
 
     pub(crate) fn get(&self, id: SessionId) -> Option<Arc<Session>> {
@@ -205,7 +229,10 @@ impl Router {
         if let Some(secret) = session.state.lock().secret.take() {
             self.kept.lock().remove(&secret);
         }
-        self.part(session.id).write().remove(&session.id);
+        let mut part = self.part(session.id).write();
+        if part.get(&session.id).is_some_and(|known| std::ptr::eq(&**known, session)) {
+            part.remove(&session.id);
+        }
     }
 
     /// Lets a session outlive its connection.

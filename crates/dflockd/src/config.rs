@@ -3,21 +3,22 @@
 //! The list in `settings!` below is the only place that names a flag, its variable, its default,
 //! its valid range and its meaning. The fields of `Config`, the parser, `--help` and the table in
 //! `docs/operating.md` are made from it. Rules that tie two settings together stand in
-//! `Config::validate`.
+//! `Config::validate`, those of replicated mode in `Config::cluster_config`.
 //!
-//! This module reads token files but never sockets, and it must never print a token: errors name
-//! the source of a token, not its value.
+//! This module reads token and certificate files but never sockets, and it must never print a
+//! token: errors name the source of a token, not its value.
 
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use clap::error::{ContextKind, ErrorKind};
 use clap::{Arg, ArgAction, Command};
+pub use dflockd_engine::replica::types::AutoRelease;
 use subtle::ConstantTimeEq;
 use zeroize::Zeroizing;
 
@@ -30,6 +31,12 @@ pub const PORTABLE_VALUE_BYTES_MAX: u64 = 65_533;
 /// The longest token: the line of `auth` that carries it is bounded by the protocol.
 const TOKEN_BYTES_MAX: usize = 65_536;
 
+/// The shortest secret between nodes: whoever guesses it can write into the log.
+const RAFT_TOKEN_BYTES_MIN: usize = 32;
+
+/// The longest PEM file: chains and authorities are far shorter, a wrong path may not be.
+const PEM_BYTES_MAX: usize = 1 << 20;
+
 /// Counts are 63 bits wide, so that sums of two of them cannot overflow.
 const COUNT_MAX: u64 = i64::MAX as u64;
 
@@ -37,22 +44,23 @@ const UNLIMITED: Count = Count { min: 0, max: COUNT_MAX, zero: "unlimited" };
 
 /// Makes [`Config`], the table behind [`settings`] and the resolver from the list below.
 ///
-/// An ordinary setting is `field: type = rule, flag, variable [or older variable], default;`. A
-/// token takes two entries, its value and its file, because the four sources of both form one
-/// chain.
+/// An ordinary setting is `field: type = rule, flag, variable [or older variable], default [needs
+/// other flag];`. A token takes two entries, its value and its file, because the four sources of
+/// both form one chain.
 macro_rules! settings {
     (
         $(
             $(#[doc = $meaning:literal])+
             $field:ident: $type:ty = $rule:expr,
-            $flag:literal, $env:literal $(or $env_old:literal)?, $default:literal;
+            $flag:literal, $env:literal $(or $env_old:literal)?, $default:literal
+            $(needs $needs:literal)?;
         )+
         tokens:
         $(
             $(#[doc = $token_meaning:literal])+
-            $token:ident, $token_flag:literal, $token_env:literal;
+            $token:ident, $token_flag:literal, $token_env:literal $(needs $token_needs:literal)?;
             $(#[doc = $file_meaning:literal])+
-            $source:ident, $file_flag:literal, $file_env:literal;
+            $source:ident, $file_flag:literal, $file_env:literal $(needs $file_needs:literal)?;
         )+
     ) => {
         /// Everything the operator may choose, checked.
@@ -67,6 +75,11 @@ macro_rules! settings {
             )+
             /// Warnings that only the parser can know: which variables it met.
             notes: Vec<String>,
+            /// The flags that did not stay at their default, whatever their source. A boolean that
+            /// was switched off is not among them.
+            given: Vec<&'static str>,
+            /// What replicated mode needs, made of the settings above.
+            cluster: Option<Box<ClusterConfig>>,
         }
 
         static SETTINGS: LazyLock<Vec<Setting>> = LazyLock::new(|| vec![
@@ -77,6 +90,7 @@ macro_rules! settings {
                 default: $default,
                 valid: $rule.valid(),
                 meaning: concat!($($meaning),+).trim(),
+                needs: [$($needs,)? ""][0],
                 boolean: $rule.is_boolean(),
             }, )+
             $( Setting {
@@ -84,8 +98,9 @@ macro_rules! settings {
                 env: $token_env,
                 env_old: "",
                 default: "",
-                valid: "not empty, one line".to_owned(),
+                valid: valid_token($token_flag),
                 meaning: concat!($($token_meaning),+).trim(),
+                needs: [$($token_needs,)? ""][0],
                 boolean: false,
             },
             Setting {
@@ -95,6 +110,7 @@ macro_rules! settings {
                 default: "",
                 valid: FilePath.valid(),
                 meaning: concat!($($file_meaning),+).trim(),
+                needs: [$($file_needs,)? ""][0],
                 boolean: false,
             }, )+
         ]);
@@ -107,7 +123,8 @@ macro_rules! settings {
                     let $source = given.token_source($token_flag, $file_flag)?;
                     let $token = $source.as_ref().map(TokenSource::read).transpose()?;
                 )+
-                Ok(Self { $($field,)+ $($token, $source,)+ notes: given.notes })
+                let Given { notes, given, .. } = given;
+                Ok(Self { $($field,)+ $($token, $source,)+ notes, given, cluster: None })
             }
         }
     };
@@ -164,9 +181,13 @@ settings! {
     /// Time to drain after SIGINT or SIGTERM.
     shutdown_timeout: Duration = Seconds { min: 0, zero: "wait for ever" },
         "shutdown-timeout", "DFLOCKD_SHUTDOWN_TIMEOUT_S", "30";
-    /// Release what a closed connection held.
+    /// Release what a closed connection held; false is the same as --auto-release lease.
     auto_release_on_disconnect: bool = Switch,
         "auto-release-on-disconnect", "DFLOCKD_AUTO_RELEASE_ON_DISCONNECT", "true";
+    /// When to release what a connection held: at any end of it, only at an orderly (clean) close
+    /// by the client, or never before the end of the lease.
+    auto_release: Option<AutoRelease> = Optional(AUTO_RELEASE),
+        "auto-release", "DFLOCKD_AUTO_RELEASE", "any, with --raft-dir clean";
     /// Let mutex and semaphore keys share one name space, as in v1.10 to v1.13.
     shared_key_namespace: bool = Switch,
         "shared-key-namespace", "DFLOCKD_SHARED_KEY_NAMESPACE", "false";
@@ -188,9 +209,63 @@ settings! {
     /// Refuse to start without an auth token.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
     /// Form of the log lines on stderr.
-    log_format: LogFormat = Format, "log-format", "DFLOCKD_LOG_FORMAT", "text";
+    log_format: LogFormat = LOG_FORMAT, "log-format", "DFLOCKD_LOG_FORMAT", "text";
     /// Log at level DEBUG.
     debug: bool = Switch, "debug", "DFLOCKD_DEBUG", "false";
+    /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
+    raft_dir: Option<PathBuf> = FilePath, "raft-dir", "DFLOCKD_RAFT_DIR", "";
+    /// Name of this node, never used again after its removal; required in replicated mode.
+    node_id: Option<String> = Optional(NodeName),
+        "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
+    /// Bind address of the peer port; required in replicated mode. Others dial this node's entry in
+    /// --cluster-peers or the address given when it was added.
+    raft_addr: Option<HostPort> = Optional(Address { dialled: false }),
+        "raft-addr", "DFLOCKD_RAFT_ADDR", "" needs "raft-dir";
+    /// Client address told to others in redirects; without it that of this node's entry in
+    /// --cluster-peers.
+    advertise_addr: Option<HostPort> = Optional(Address { dialled: true }),
+        "advertise-addr", "DFLOCKD_ADVERTISE_ADDR", "host:port" needs "raft-dir";
+    /// All nodes of a new cluster, the same list on each, this node among them. A node with state on
+    /// disk takes the list as a hint only.
+    cluster_peers: Vec<PeerSpec> = Peers,
+        "cluster-peers", "DFLOCKD_CLUSTER_PEERS", "" needs "raft-dir";
+    /// Start a cluster of this node alone, to be grown later; --cluster-peers may then name this
+    /// node only. Without it and without --cluster-peers a new node waits to be added.
+    cluster_bootstrap: bool = Switch,
+        "cluster-bootstrap", "DFLOCKD_CLUSTER_BOOTSTRAP", "false" needs "raft-dir";
+    /// This node votes and keeps the log, but keeps no state and serves no clients.
+    witness: bool = Switch, "witness", "DFLOCKD_WITNESS", "false" needs "raft-dir";
+    /// PEM file with the certificate chain for the peer port, its common name the node id; the three
+    /// --raft-tls files belong together and make peers speak mutual TLS 1.3.
+    raft_tls_cert: Option<PathBuf> = FilePath,
+        "raft-tls-cert", "DFLOCKD_RAFT_TLS_CERT", "" needs "raft-dir";
+    /// PEM file with the private key of that certificate.
+    raft_tls_key: Option<PathBuf> = FilePath,
+        "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
+    /// PEM file with the authorities that sign the certificates of the nodes.
+    raft_tls_ca: Option<PathBuf> = FilePath,
+        "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
+    /// What a node that does not lead does with a request: send the client to the leader, pass the
+    /// request on, or choose by what the client understands.
+    follower_mode: FollowerMode = FOLLOWER_MODE,
+        "follower-mode", "DFLOCKD_FOLLOWER_MODE", "auto" needs "raft-dir";
+    /// How long locks of a cleanly closed connection with a stable reference wait for its return.
+    orphan_ttl: Duration = Seconds { min: 0, zero: "not at all" },
+        "orphan-ttl", "DFLOCKD_ORPHAN_TTL_S", "0" needs "raft-dir";
+    /// Time after a change of leader during which no lease ends, so that its holder can renew it.
+    failover_grace: Duration = SecondsUpTo { max: 60, zero: "none" },
+        "failover-grace", "DFLOCKD_FAILOVER_GRACE_S", "3" needs "raft-dir";
+    /// Entries of the log after which a snapshot replaces them.
+    snapshot_entries: u64 = Count { min: 1, max: COUNT_MAX, zero: "" },
+        "snapshot-entries", "DFLOCKD_SNAPSHOT_ENTRIES", "100000" needs "raft-dir";
+    /// Silence of the leader after which a node stands for election: a random time from this to
+    /// twice this.
+    election_timeout: Duration = Millis { min: 100, max: 60_000 },
+        "election-timeout-ms", "DFLOCKD_ELECTION_TIMEOUT_MS", "1000" needs "raft-dir";
+    /// Pause between two signs of life of the leader, at most a third of --election-timeout-ms; left
+    /// at its default it adapts to a shorter election timeout.
+    heartbeat_interval: Duration = Millis { min: 10, max: 20_000 },
+        "heartbeat-interval-ms", "DFLOCKD_HEARTBEAT_INTERVAL_MS", "150" needs "raft-dir";
     tokens:
     /// Token that a client must send first.
     auth_token, "auth-token", "DFLOCKD_AUTH_TOKEN";
@@ -200,6 +275,12 @@ settings! {
     admin_token, "admin-token", "DFLOCKD_ADMIN_TOKEN";
     /// File with that token, read again on SIGHUP; white space around it is ignored.
     admin_source, "admin-token-file", "DFLOCKD_ADMIN_TOKEN_FILE";
+    /// Secret that the nodes share. Required in replicated mode unless the --raft-tls files are
+    /// given, or --cluster-bootstrap with a loopback --raft-addr: then a random one is used and the
+    /// cluster can not grow until it is started with one.
+    raft_auth_token, "raft-auth-token", "DFLOCKD_RAFT_AUTH_TOKEN" needs "raft-dir";
+    /// File with that secret, read again on SIGHUP; white space around it is ignored.
+    raft_source, "raft-auth-token-file", "DFLOCKD_RAFT_AUTH_TOKEN_FILE" needs "raft-dir";
 }
 
 /// One setting as the operator sees it.
@@ -215,10 +296,22 @@ pub struct Setting {
     pub default: &'static str,
     /// The valid values in words.
     pub valid: String,
-    /// What it does, in one sentence.
+    /// What it does, in a sentence or two.
     pub meaning: &'static str,
+    /// The flag without which it is refused; empty if there is none.
+    pub needs: &'static str,
     /// Whether the flag may stand without a value.
     boolean: bool,
+}
+
+impl Setting {
+    /// What it does and which other flag that takes.
+    fn description(&self) -> String {
+        match self.needs {
+            "" => self.meaning.to_owned(),
+            other => format!("{} Needs --{other}.", self.meaning),
+        }
+    }
 }
 
 /// Every setting, in the order of `--help`.
@@ -232,7 +325,8 @@ pub fn markdown_table() -> String {
         "| Flag | Environment | Default | Valid | Meaning |\n| --- | --- | --- | --- | --- |\n",
     );
     for setting in settings() {
-        let Setting { flag, env, env_old, default, valid, meaning, boolean: _ } = setting;
+        let Setting { flag, env, env_old, default, valid, .. } = setting;
+        let meaning = setting.description();
         let older = match *env_old {
             "" => String::new(),
             name => format!(", older `{name}`"),
@@ -295,6 +389,179 @@ pub enum GrantDelay {
     Auto,
 }
 
+/// What a node that does not lead does with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FollowerMode {
+    /// Tells the client where the leader is.
+    Redirect,
+    /// Passes it on to the leader.
+    Forward,
+    /// Redirects clients that know of clusters (`hello` with `redirect`, or `stable-ref`) and passes
+    /// on the requests of all others.
+    Auto,
+}
+
+/// A host and a port.
+///
+/// Two that are written differently but mean the same text (case, forms of an IPv6 address) are
+/// equal; nothing is looked up.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HostPort {
+    /// A name or an IP address, the latter without brackets.
+    pub host: String,
+    /// 0 only where one binds.
+    pub port: u16,
+}
+
+impl HostPort {
+    fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let port = port.bytes().all(|b| b.is_ascii_digit()).then(|| port.parse().ok())??;
+        if let Some(rest) = host.strip_prefix('[') {
+            let address: Ipv6Addr = rest.strip_suffix(']')?.parse().ok()?;
+            return Some(Self { host: address.to_string(), port });
+        }
+        let is_name_byte = |b: u8| b.is_ascii_alphanumeric() || b".-_".contains(&b);
+        let is_name = (1..=253).contains(&host.len()) && host.bytes().all(is_name_byte);
+        is_name.then(|| Self { host: host.to_ascii_lowercase(), port })
+    }
+
+    /// Whether another machine could connect to it: not a wildcard, not a port yet to be chosen.
+    fn can_be_dialled(&self) -> bool {
+        self.port != 0 && !is_wildcard(&self.host)
+    }
+}
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+/// One node in `--cluster-peers`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerSpec {
+    /// Its node id.
+    pub node: String,
+    /// Where the other nodes dial it.
+    pub raft_addr: HostPort,
+    /// Where clients find it.
+    pub client_addr: HostPort,
+}
+
+/// How a node without state on disk comes to be part of a cluster. With state it does not matter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Formation {
+    /// It makes a cluster of itself alone (`--cluster-bootstrap`).
+    Bootstrap,
+    /// It starts together with all the others in `--cluster-peers`.
+    Static,
+    /// It waits until a leader adds it.
+    Join,
+}
+
+/// Everything replicated mode needs, checked.
+#[derive(Debug, Clone)]
+pub struct ClusterConfig {
+    /// Where log and snapshots are.
+    pub dir: PathBuf,
+    /// The name of this node.
+    pub node: String,
+    /// Where the peer port binds; the port may be 0, the host a wildcard.
+    pub raft_addr: HostPort,
+    /// Where clients find this node, by `--advertise-addr` or its entry in the list. `None` stands
+    /// for `--host` and the port that was bound.
+    pub advertise_addr: Option<HostPort>,
+    /// What to do if the directory is empty.
+    pub formation: Formation,
+    /// The list, sorted by node id, so that all nodes number it alike; empty if none was given.
+    pub peers: Vec<PeerSpec>,
+    /// This node keeps the log, but no state.
+    pub witness: bool,
+    /// What peers must prove to know. There is a secret, or TLS, or both.
+    pub secret: Option<Secret>,
+    /// The files of mutual TLS between peers.
+    pub tls: Option<RaftTls>,
+    /// What a node that does not lead does with a request.
+    pub follower_mode: FollowerMode,
+    /// What happens to the holds of a connection that ends.
+    pub auto_release: AutoRelease,
+    /// How long locks of a cleanly closed connection with a stable reference wait for its return.
+    pub orphan_ttl: Duration,
+    /// Time after a change of leader during which no lease ends.
+    pub failover_grace: Duration,
+    /// Entries of the log after which a snapshot replaces them.
+    pub snapshot_entries: u64,
+    /// The lower end of the random election timeout; the upper end is twice this.
+    pub election_timeout: Duration,
+    /// Pause between two signs of life of the leader, at most a third of `election_timeout`.
+    pub heartbeat_interval: Duration,
+}
+
+impl ClusterConfig {
+    /// The entry of this node in the list.
+    pub fn own_entry(&self) -> Option<&PeerSpec> {
+        self.peers.iter().find(|peer| peer.node == self.node)
+    }
+
+    /// Where other nodes should dial this one, as far as it can say: a node that joins is dialled at
+    /// the address it was added with.
+    pub fn dial_addr(&self) -> &HostPort {
+        self.own_entry().map_or(&self.raft_addr, |own| &own.raft_addr)
+    }
+}
+
+/// The files of mutual TLS between peers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RaftTls {
+    /// The chain, this node's own certificate first.
+    pub cert: PathBuf,
+    /// The private key of this node.
+    pub key: PathBuf,
+    /// The authorities that sign the certificates of the nodes.
+    pub ca: PathBuf,
+}
+
+impl RaftTls {
+    /// Reads the three files; whether they fit together is not looked at.
+    pub fn read(&self) -> Result<RaftPem, ConfigError> {
+        let read = |flag: &str, path: &Path| {
+            let content = read_file(path, PEM_BYTES_MAX + 1).map_err(|error| {
+                ConfigError(format!("{flag}: cannot read {}: {error}", path.display()))
+            })?;
+            if content.len() > PEM_BYTES_MAX {
+                return refuse(format!(
+                    "{flag}: {} is longer than {PEM_BYTES_MAX} bytes",
+                    path.display()
+                ));
+            }
+            Ok(content)
+        };
+        Ok(RaftPem {
+            cert: read("--raft-tls-cert", &self.cert)?.to_vec(),
+            key: read("--raft-tls-key", &self.key)?,
+            ca: read("--raft-tls-ca", &self.ca)?.to_vec(),
+        })
+    }
+}
+
+/// The content of the files in [`RaftTls`], in PEM form.
+pub struct RaftPem {
+    /// The chain, this node's own certificate first.
+    pub cert: Vec<u8>,
+    /// The private key of this node.
+    pub key: Zeroizing<Vec<u8>>,
+    /// The authorities that sign the certificates of the nodes.
+    pub ca: Vec<u8>,
+}
+
+impl fmt::Debug for RaftPem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("RaftPem(..)")
+    }
+}
+
 impl Config {
     /// Reads the command line (without the name of the program) and the environment.
     ///
@@ -322,13 +589,38 @@ impl Config {
             }
         }
 
-        let config = Self::resolve(Given { flag: &flag, env, notes: Vec::new() })?;
+        let mut config = Self::resolve(Given::new(&flag, env))?;
         config.validate()?;
+        config.cluster = config.cluster_config()?.map(Box::new);
+        // Whoever only asks whether to release at all gets the right answer for either flag.
+        config.auto_release_on_disconnect = config.disconnect_policy() != AutoRelease::Lease;
         Ok(Parsed::Run(Box::new(config)))
     }
 
     /// The rules that tie two settings together.
     fn validate(&self) -> Result<(), ConfigError> {
+        for setting in settings().iter().filter(|setting| !setting.needs.is_empty()) {
+            if self.is_given(setting.flag) && !self.is_given(setting.needs) {
+                return refuse(format!("--{} needs --{}", setting.flag, setting.needs));
+            }
+        }
+        // The replicated state keeps fences and leases over restarts.
+        for flag in ["fence-state-file", "startup-grant-delay"] {
+            if self.is_given(flag) && self.raft_dir.is_some() {
+                return refuse(format!("--{flag} cannot be used with --raft-dir"));
+            }
+        }
+        if let Some(policy) = self.auto_release {
+            let (release, on_disconnect) =
+                (policy != AutoRelease::Lease, self.auto_release_on_disconnect);
+            let explicit = self.is_given("auto-release-on-disconnect") || !on_disconnect;
+            if explicit && release != on_disconnect {
+                return refuse(format!(
+                    "--auto-release {} contradicts --auto-release-on-disconnect={on_disconnect}",
+                    AUTO_RELEASE.word(policy)
+                ));
+            }
+        }
         match (&self.tls_cert, &self.tls_key) {
             (Some(_), None) => return refuse("--tls-cert needs --tls-key"),
             (None, Some(_)) => return refuse("--tls-key needs --tls-cert"),
@@ -343,6 +635,137 @@ impl Config {
             return refuse("--startup-grant-delay auto needs --fence-state-file");
         }
         Ok(())
+    }
+
+    /// The settings of replicated mode, if `--raft-dir` switches it on.
+    fn cluster_config(&self) -> Result<Option<ClusterConfig>, ConfigError> {
+        let Some(dir) = &self.raft_dir else { return Ok(None) };
+        let Some(node) = &self.node_id else { return refuse("--raft-dir needs --node-id") };
+        let Some(raft_addr) = &self.raft_addr else {
+            return refuse("--raft-dir needs --raft-addr");
+        };
+        let formation = self.formation(node, raft_addr)?;
+        let tls = self.raft_tls()?;
+        let secret = match &self.raft_auth_token {
+            Some(secret) => Some(secret.clone()),
+            None if tls.is_some() => None,
+            // Nobody else could be there to share it with.
+            None if formation == Formation::Bootstrap && is_loopback(&raft_addr.host) => {
+                Some(Secret::new(&*Zeroizing::new(rand::random::<[u8; RAFT_TOKEN_BYTES_MIN]>())))
+            }
+            None => {
+                return refuse(
+                    "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
+                     or --raft-tls-cert, --raft-tls-key and --raft-tls-ca",
+                );
+            }
+        };
+        let own = self.cluster_peers.iter().find(|peer| peer.node == *node);
+        let advertised = self.advertise_addr.as_ref().or(own.map(|own| &own.client_addr));
+        Ok(Some(ClusterConfig {
+            dir: dir.clone(),
+            node: node.clone(),
+            raft_addr: raft_addr.clone(),
+            advertise_addr: advertised.cloned(),
+            formation,
+            peers: self.cluster_peers.clone(),
+            witness: self.witness,
+            secret,
+            tls,
+            follower_mode: self.follower_mode,
+            auto_release: self.disconnect_policy(),
+            orphan_ttl: self.orphan_ttl,
+            failover_grace: self.failover_grace,
+            snapshot_entries: self.snapshot_entries,
+            election_timeout: self.election_timeout,
+            heartbeat_interval: self.heartbeat()?,
+        }))
+    }
+
+    fn formation(&self, node: &str, raft_addr: &HostPort) -> Result<Formation, ConfigError> {
+        let mut others: Vec<_> = self.cluster_peers.iter().map(|peer| peer.node.as_str()).collect();
+        others.retain(|other| *other != node);
+        let listed = !self.cluster_peers.is_empty();
+        if listed && others.len() == self.cluster_peers.len() {
+            return refuse(format!(
+                "--cluster-peers must contain this node (--node-id {node} is not in it)"
+            ));
+        }
+        if self.cluster_bootstrap {
+            if !others.is_empty() {
+                return refuse(format!(
+                    "--cluster-bootstrap contradicts other nodes in --cluster-peers ({})",
+                    others.join(", ")
+                ));
+            }
+            // Its address goes into the membership, where the nodes that are added find it.
+            if !listed && !raft_addr.can_be_dialled() && !is_loopback(&raft_addr.host) {
+                return refuse(format!(
+                    "--cluster-bootstrap needs a --raft-addr that others can dial, or this node \
+                     in --cluster-peers (got {raft_addr})"
+                ));
+            }
+        }
+        if self.witness && others.is_empty() && (listed || self.cluster_bootstrap) {
+            return refuse("--witness needs other nodes: it serves no clients itself");
+        }
+        Ok(match (self.cluster_bootstrap, listed) {
+            (true, _) => Formation::Bootstrap,
+            (false, true) => Formation::Static,
+            (false, false) => Formation::Join,
+        })
+    }
+
+    fn raft_tls(&self) -> Result<Option<RaftTls>, ConfigError> {
+        let files = [
+            ("--raft-tls-cert", &self.raft_tls_cert),
+            ("--raft-tls-key", &self.raft_tls_key),
+            ("--raft-tls-ca", &self.raft_tls_ca),
+        ];
+        let given = files.iter().find(|(_, file)| file.is_some());
+        let missing = files.iter().find(|(_, file)| file.is_none());
+        if let (Some((given, _)), Some((missing, _))) = (given, missing) {
+            return refuse(format!("{given} needs {missing}"));
+        }
+        let [cert, key, ca] = files.map(|(_, file)| file.clone());
+        Ok(cert.zip(key).zip(ca).map(|((cert, key), ca)| RaftTls { cert, key, ca }))
+    }
+
+    fn heartbeat(&self) -> Result<Duration, ConfigError> {
+        let (heartbeat, election) = (self.heartbeat_interval, self.election_timeout);
+        if heartbeat * 3 <= election {
+            return Ok(heartbeat);
+        }
+        let third = election.as_millis() / 3;
+        if self.is_given("heartbeat-interval-ms") {
+            return refuse(format!(
+                "--heartbeat-interval-ms must be at most a third of --election-timeout-ms, {third} \
+                 (got {})",
+                heartbeat.as_millis()
+            ));
+        }
+        Ok(Duration::from_millis(u64::try_from(third).expect("the range ends far below")))
+    }
+
+    /// Whether a flag or its variable was given; a boolean that was switched off counts as not.
+    fn is_given(&self, flag: &str) -> bool {
+        self.given.contains(&flag)
+    }
+
+    /// What replicated mode needs, or `None` in memory mode.
+    pub fn replicated(&self) -> Option<&ClusterConfig> {
+        self.cluster.as_deref()
+    }
+
+    /// What happens to the holds of a connection that ends, by `--auto-release`,
+    /// `--auto-release-on-disconnect` or the default of the mode.
+    pub fn disconnect_policy(&self) -> AutoRelease {
+        match self.auto_release {
+            Some(policy) => policy,
+            None if !self.auto_release_on_disconnect => AutoRelease::Lease,
+            None if self.raft_dir.is_some() => AutoRelease::Clean,
+            None => AutoRelease::Any,
+        }
     }
 
     /// What the operator should know although the server starts.
@@ -377,6 +800,26 @@ impl Config {
                 ));
             }
         }
+        if let Some(cluster) = &self.cluster {
+            if cluster.secret.is_some() && self.raft_auth_token.is_none() {
+                warnings.push(
+                    "there is no --raft-auth-token: no other node can be added until this one is \
+                     started with one"
+                        .to_owned(),
+                );
+            }
+            let reachable = !is_loopback(&self.host) && !is_wildcard(&self.host);
+            if cluster.advertise_addr.is_none()
+                && !reachable
+                && !is_loopback(&cluster.raft_addr.host)
+            {
+                warnings.push(format!(
+                    "--host {} is no address that clients elsewhere can dial: other nodes cannot \
+                     send them here without --advertise-addr",
+                    self.host
+                ));
+            }
+        }
         warnings
     }
 
@@ -393,13 +836,28 @@ impl Config {
     pub fn reload_admin_token(&self) -> Result<Option<Secret>, ConfigError> {
         self.admin_source.as_ref().map(TokenSource::read).transpose()
     }
+
+    /// The secret between nodes as its source has it now, like [`Config::reload_auth_token`]. One
+    /// that was drawn at random stays.
+    pub fn reload_raft_secret(&self) -> Result<Option<Secret>, ConfigError> {
+        match &self.raft_source {
+            Some(source) => source.read().map(Some),
+            None => Ok(self.cluster.as_ref().and_then(|cluster| cluster.secret.clone())),
+        }
+    }
+
+    /// The files of TLS between nodes as they are now. On an error the old ones should stay in
+    /// force.
+    pub fn reload_raft_tls(&self) -> Result<Option<RaftPem>, ConfigError> {
+        let tls = self.cluster.as_ref().and_then(|cluster| cluster.tls.as_ref());
+        tls.map(RaftTls::read).transpose()
+    }
 }
 
 impl Default for Config {
     /// The configuration without any flag or variable.
     fn default() -> Self {
-        Self::resolve(Given { flag: &|_| None, env: &|_| None, notes: Vec::new() })
-            .expect("every default passes its own rule")
+        Self::resolve(Given::new(&|_| None, &|_| None)).expect("every default passes its own rule")
     }
 }
 
@@ -426,6 +884,11 @@ impl Secret {
         let mut padded = Zeroizing::new(vec![0; token.len().next_power_of_two()]);
         padded[..token.len()].copy_from_slice(token);
         Self { padded, len: token.len() }
+    }
+
+    /// The token itself, for what must be computed from it. Never to be printed or stored.
+    pub fn bytes(&self) -> &[u8] {
+        &self.padded[..self.len]
     }
 
     /// Whether `presented` is the token, in a time that depends on the length of `presented` alone.
@@ -457,14 +920,14 @@ impl TokenSource {
         let (name, secret) = match self {
             Self::Value { name, secret } => (name, secret.clone()),
             Self::File { name, path } => {
-                let content = read_token_file(path).map_err(|error| {
+                let content = read_file(path, TOKEN_BYTES_MAX + 1024).map_err(|error| {
                     ConfigError(format!("{name}: cannot read {}: {error}", path.display()))
                 })?;
                 (name, Secret::new(content.trim_ascii()))
             }
         };
         // What no client could send is refused here, or nobody could ever log in.
-        let token = &secret.padded[..secret.len];
+        let token = secret.bytes();
         if token.is_empty() {
             return refuse(match self {
                 Self::Value { .. } => format!("{name} must not be empty"),
@@ -482,6 +945,11 @@ impl TokenSource {
         if is_admin && token.iter().any(u8::is_ascii_whitespace) {
             return refuse(format!("{name}: the token must not contain white space"));
         }
+        if is_raft_token(name) && token.len() < RAFT_TOKEN_BYTES_MIN {
+            return refuse(format!(
+                "{name}: the token must have at least {RAFT_TOKEN_BYTES_MIN} bytes"
+            ));
+        }
         if token.len() > TOKEN_BYTES_MAX {
             return refuse(format!(
                 "{name}: the token must not be longer than {TOKEN_BYTES_MAX} bytes"
@@ -491,9 +959,21 @@ impl TokenSource {
     }
 }
 
-/// Reads at most a little more than the longest token, so that a wrong path cannot fill the memory.
-fn read_token_file(path: &Path) -> std::io::Result<Zeroizing<Vec<u8>>> {
-    let limit = TOKEN_BYTES_MAX + 1024;
+/// Whether a flag or variable gives the secret between nodes.
+fn is_raft_token(name: &str) -> bool {
+    name.to_ascii_lowercase().contains("raft")
+}
+
+fn valid_token(flag: &str) -> String {
+    if is_raft_token(flag) {
+        format!("at least {RAFT_TOKEN_BYTES_MIN} bytes, one line")
+    } else {
+        "not empty, one line".to_owned()
+    }
+}
+
+/// Reads at most `limit` bytes, so that a wrong path cannot fill the memory.
+fn read_file(path: &Path, limit: usize) -> std::io::Result<Zeroizing<Vec<u8>>> {
     let mut content = Zeroizing::new(Vec::with_capacity(limit));
     File::open(path)?.take(limit as u64).read_to_end(&mut content)?;
     Ok(content)
@@ -504,30 +984,57 @@ struct Given<'a> {
     flag: &'a dyn Fn(&str) -> Option<&'a str>,
     env: &'a dyn Fn(&str) -> Option<String>,
     notes: Vec<String>,
+    given: Vec<&'static str>,
 }
 
-impl Given<'_> {
-    /// The value of one setting: flag, else variable, else default.
-    fn read<R: Rule>(&mut self, rule: &R, name: &str) -> Result<R::Value, ConfigError> {
-        let setting = find(name).expect("every name given here comes from the list");
-        let flag = format!("--{name}");
-        if let Some(text) = (self.flag)(name) {
-            return rule.parse_flag(text).map_err(|problem| problem.in_flag(&flag, text));
-        }
-        if let Some(text) = self.variable(setting.env) {
-            return rule.parse_env(&text).map_err(|p| p.in_env(setting.env, &flag, &text));
-        }
-        if let Some(text) = self.variable(setting.env_old) {
-            let (old, new) = (setting.env_old, setting.env);
-            self.notes.push(format!("{old} is deprecated, use {new}"));
-            return rule.parse_env(&text).map_err(|problem| problem.in_env(old, &flag, &text));
-        }
-        Ok(rule.parse_default(setting.default).expect("every default passes its own rule"))
+impl<'a> Given<'a> {
+    fn new(
+        flag: &'a dyn Fn(&str) -> Option<&'a str>,
+        env: &'a dyn Fn(&str) -> Option<String>,
+    ) -> Self {
+        Self { flag, env, notes: Vec::new(), given: Vec::new() }
     }
 
-    /// The source of a token. Both flags stand before both variables: what the operator typed for
-    /// this start wins over what the environment happened to hold.
-    fn token_source(&self, value: &str, file: &str) -> Result<Option<TokenSource>, ConfigError> {
+    /// The value of one setting: flag, else variable, else default.
+    fn read<R: Rule>(&mut self, rule: &R, name: &'static str) -> Result<R::Value, ConfigError> {
+        let setting = find(name).expect("every name given here comes from the list");
+        let flag = format!("--{name}");
+        let value = if let Some(text) = (self.flag)(name) {
+            rule.parse_flag(text).map_err(|problem| problem.in_flag(&flag, text))?
+        } else if let Some(text) = self.variable(setting.env) {
+            rule.parse_env(&text).map_err(|p| p.in_env(setting.env, &flag, &text))?
+        } else if let Some(text) = self.variable(setting.env_old) {
+            let (old, new) = (setting.env_old, setting.env);
+            self.notes.push(format!("{old} is deprecated, use {new}"));
+            rule.parse_env(&text).map_err(|problem| problem.in_env(old, &flag, &text))?
+        } else {
+            let value = rule.parse_default(setting.default);
+            return Ok(value.expect("every default passes its own rule"));
+        };
+        if !rule.is_off(&value) {
+            self.given.push(name);
+        }
+        Ok(value)
+    }
+
+    /// The source of a token, if one is given.
+    fn token_source(
+        &mut self,
+        value: &'static str,
+        file: &'static str,
+    ) -> Result<Option<TokenSource>, ConfigError> {
+        let source = self.select_source(value, file)?;
+        match source {
+            Some(TokenSource::Value { .. }) => self.given.push(value),
+            Some(TokenSource::File { .. }) => self.given.push(file),
+            None => (),
+        }
+        Ok(source)
+    }
+
+    /// Both flags stand before both variables: what the operator typed for this start wins over
+    /// what the environment happened to hold.
+    fn select_source(&self, value: &str, file: &str) -> Result<Option<TokenSource>, ConfigError> {
         let secret = |name: String, text: &str| TokenSource::Value {
             name,
             secret: Secret::new(text.as_bytes()),
@@ -580,6 +1087,11 @@ trait Rule {
     }
 
     fn is_boolean(&self) -> bool {
+        false
+    }
+
+    /// Whether the value says no more than that the setting is not wanted.
+    fn is_off(&self, _: &Self::Value) -> bool {
         false
     }
 }
@@ -691,6 +1203,44 @@ impl Rule for Seconds {
     }
 }
 
+/// A duration in whole seconds with a low upper end; `zero` as in [`Count`].
+struct SecondsUpTo {
+    max: u64,
+    zero: &'static str,
+}
+
+impl Rule for SecondsUpTo {
+    type Value = Duration;
+
+    fn valid(&self) -> String {
+        format!("seconds, {}", Count { min: 0, max: self.max, zero: self.zero }.valid())
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
+        let count = Count { min: 0, max: self.max, zero: self.zero };
+        count.parse_flag(text).map(Duration::from_secs)
+    }
+}
+
+/// A duration in whole milliseconds.
+struct Millis {
+    min: u64,
+    max: u64,
+}
+
+impl Rule for Millis {
+    type Value = Duration;
+
+    fn valid(&self) -> String {
+        format!("milliseconds, {}-{}", self.min, self.max)
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
+        let count = Count { min: self.min, max: self.max, zero: "" };
+        count.parse_flag(text).map(Duration::from_millis)
+    }
+}
+
 /// True or false.
 struct Switch;
 
@@ -715,6 +1265,10 @@ impl Rule for Switch {
 
     fn is_boolean(&self) -> bool {
         true
+    }
+
+    fn is_off(&self, value: &bool) -> bool {
+        !value
     }
 }
 
@@ -790,22 +1344,169 @@ impl Rule for Delay {
     }
 }
 
-/// The name of a log format.
-struct Format;
+/// One of a few words.
+struct OneOf<T: 'static>(&'static [(&'static str, T)]);
 
-impl Rule for Format {
-    type Value = LogFormat;
+const LOG_FORMAT: OneOf<LogFormat> = OneOf(&[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+
+const AUTO_RELEASE: OneOf<AutoRelease> = OneOf(&[
+    ("any", AutoRelease::Any),
+    ("clean", AutoRelease::Clean),
+    ("lease", AutoRelease::Lease),
+]);
+
+const FOLLOWER_MODE: OneOf<FollowerMode> = OneOf(&[
+    ("redirect", FollowerMode::Redirect),
+    ("forward", FollowerMode::Forward),
+    ("auto", FollowerMode::Auto),
+]);
+
+impl<T: Copy + PartialEq> OneOf<T> {
+    fn word(&self, value: T) -> &'static str {
+        self.0.iter().find(|(_, other)| *other == value).map_or("", |(word, _)| word)
+    }
+}
+
+impl<T: Copy> Rule for OneOf<T> {
+    type Value = T;
 
     fn valid(&self) -> String {
-        "`text` or `json`".to_owned()
+        let words: Vec<_> = self.0.iter().map(|(word, _)| format!("`{word}`")).collect();
+        let (last, others) = words.split_last().expect("there is a word to choose");
+        format!("{} or {last}", others.join(", "))
     }
 
-    fn parse_flag(&self, text: &str) -> Result<LogFormat, Problem> {
-        match text {
-            "text" => Ok(LogFormat::Text),
-            "json" => Ok(LogFormat::Json),
-            _ => Err(Problem::Malformed("must be text or json".to_owned())),
+    fn parse_flag(&self, text: &str) -> Result<T, Problem> {
+        let found = self.0.iter().find(|(word, _)| *word == text);
+        let no_such = || Problem::Malformed(format!("must be {}", self.valid().replace('`', "")));
+        found.map(|(_, value)| *value).ok_or_else(no_such)
+    }
+}
+
+/// A setting without a default; what the list says in its place is for people only.
+struct Optional<R>(R);
+
+impl<R: Rule> Rule for Optional<R> {
+    type Value = Option<R::Value>;
+
+    fn valid(&self) -> String {
+        self.0.valid()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.0.parse_flag(text).map(Some)
+    }
+
+    fn parse_env(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.0.parse_env(text).map(Some)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Self::Value, Problem> {
+        Ok(None)
+    }
+}
+
+/// The id of a node.
+struct NodeName;
+
+impl NodeName {
+    fn accepts(text: &str) -> bool {
+        let is_name_byte = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+        (1..=64).contains(&text.len()) && text.bytes().all(is_name_byte)
+    }
+}
+
+impl Rule for NodeName {
+    type Value = String;
+
+    fn valid(&self) -> String {
+        "1-64 of `A-Z a-z 0-9 . _ -`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
+        if Self::accepts(text) {
+            return Ok(text.to_owned());
         }
+        Err(Problem::Malformed("must be 1-64 of A-Z a-z 0-9 . _ -".to_owned()))
+    }
+}
+
+/// `host:port`, to bind or to be dialled by others.
+struct Address {
+    dialled: bool,
+}
+
+impl Rule for Address {
+    type Value = HostPort;
+
+    fn valid(&self) -> String {
+        "`host:port`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<HostPort, Problem> {
+        match HostPort::parse(text) {
+            None => Err(Problem::Malformed("must be host:port".to_owned())),
+            Some(address) if self.dialled && !address.can_be_dialled() => {
+                Err(Problem::Malformed("must be a host:port that others can dial".to_owned()))
+            }
+            Some(address) => Ok(address),
+        }
+    }
+}
+
+/// The nodes of a cluster; the value is sorted by node id.
+struct Peers;
+
+impl Peers {
+    fn parse_entry(text: &str) -> Option<PeerSpec> {
+        let (node, addresses) = text.split_once('=')?;
+        let (raft_addr, client_addr) = addresses.split_once('@')?;
+        Some(PeerSpec {
+            node: NodeName::accepts(node).then(|| node.to_owned())?,
+            raft_addr: HostPort::parse(raft_addr)?,
+            client_addr: HostPort::parse(client_addr)?,
+        })
+    }
+}
+
+impl Rule for Peers {
+    type Value = Vec<PeerSpec>;
+
+    fn valid(&self) -> String {
+        "`id=raftHost:port@clientHost:port,…`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<PeerSpec>, Problem> {
+        let malformed = |rule: String| Err(Problem::Malformed(rule));
+        let mut peers: Vec<PeerSpec> = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let Some(peer) = Self::parse_entry(entry.trim_ascii()) else {
+                let number = index + 1;
+                return malformed(format!(
+                    "entry {number} must be id=raftHost:port@clientHost:port"
+                ));
+            };
+            peers.push(peer);
+        }
+        peers.sort_by(|a, b| a.node.cmp(&b.node));
+        if let Some(pair) = peers.windows(2).find(|pair| pair[0].node == pair[1].node) {
+            return malformed(format!("must name {} only once", pair[0].node));
+        }
+        // Also across the two kinds: no port can speak both protocols.
+        let mut addresses: Vec<_> =
+            peers.iter().flat_map(|peer| [&peer.raft_addr, &peer.client_addr]).collect();
+        addresses.sort();
+        if let Some(address) = addresses.iter().find(|address| !address.can_be_dialled()) {
+            return malformed(format!("must not have {address}, which others cannot dial"));
+        }
+        if let Some(pair) = addresses.windows(2).find(|pair| pair[0] == pair[1]) {
+            return malformed(format!("must have {} only once", pair[0]));
+        }
+        Ok(peers)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<PeerSpec>, Problem> {
+        Ok(Vec::new())
     }
 }
 
@@ -820,11 +1521,21 @@ fn refuse<T>(message: impl Into<String>) -> Result<T, ConfigError> {
 /// Whether only this machine can reach the address. A name other than `localhost` counts as
 /// reachable: what it resolves to may change after the warning was due.
 fn is_loopback(host: &str) -> bool {
-    let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+    let bare = bare(host);
     match bare.parse::<IpAddr>() {
         Ok(address) => address.to_canonical().is_loopback(),
         Err(_) => bare.eq_ignore_ascii_case("localhost"),
     }
+}
+
+/// Whether a socket bound to the address listens on all of them, which nobody can dial.
+fn is_wildcard(host: &str) -> bool {
+    bare(host).parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_unspecified())
+}
+
+/// An address without the brackets that IPv6 may have around it.
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host)
 }
 
 /// The parser, which takes only the spellings that [`normalise`] leaves over.
@@ -842,7 +1553,8 @@ fn command() -> Command {
         .args_override_self(true)
         .next_line_help(true);
     for setting in settings() {
-        let Setting { flag, env, env_old, default, valid, meaning, boolean } = setting;
+        let Setting { flag, env, env_old, default, valid, boolean, .. } = setting;
+        let meaning = setting.description();
         let older = match *env_old {
             "" => String::new(),
             name => format!(" (older: {name})"),
@@ -983,6 +1695,32 @@ mod tests {
         config.debug
     }
 
+    /// Long enough between nodes.
+    const SECRET: &str = "0123456789abcdef0123456789abcdef";
+
+    /// The least that a node which joins needs.
+    const NODE: Env<'_> = &[
+        ("DFLOCKD_RAFT_DIR", "/d"),
+        ("DFLOCKD_NODE_ID", "n1"),
+        ("DFLOCKD_RAFT_ADDR", "127.0.0.1:7001"),
+        ("DFLOCKD_RAFT_AUTH_TOKEN", SECRET),
+    ];
+
+    /// The settings of replicated mode of a node with `args` beside those in [`NODE`].
+    #[track_caller]
+    fn cluster(args: &[&str]) -> ClusterConfig {
+        config(args, NODE).replicated().unwrap().clone()
+    }
+
+    #[track_caller]
+    fn cluster_refused(args: &[&str], message: &str) {
+        refused(args, NODE, message);
+    }
+
+    fn host_port(text: &str) -> HostPort {
+        HostPort::parse(text).unwrap()
+    }
+
     /// A file with `content`, removed at the end.
     struct TokenFile(PathBuf);
 
@@ -1023,6 +1761,8 @@ mod tests {
         assert_eq!(c.shutdown_timeout, Duration::from_secs(30));
         assert_eq!(c.idle_timeout, Duration::ZERO);
         assert!(c.auto_release_on_disconnect);
+        assert_eq!((c.auto_release, c.disconnect_policy()), (None, AutoRelease::Any));
+        assert!(c.replicated().is_none() && c.raft_dir.is_none() && c.raft_auth_token.is_none());
         assert!(!c.debug && !c.wire_fence && !c.shared_key_namespace && !c.kv_idle_gc);
         assert!(!c.require_auth);
         assert_eq!(c.log_format, LogFormat::Text);
@@ -1097,13 +1837,8 @@ mod tests {
         refused(&["--", "x"], &[], r#"unexpected argument "x""#);
         refused(&["--", "--debug"], &[], "unknown flag --debug");
         refused(&["--http-port", "80"], &[], "unknown flag --http-port");
-        refused(&["-raft-dir=/x"], &[], "unknown flag --raft-dir");
-        refused(
-            &["--auto-release", "any"],
-            &[],
-            "unknown flag --auto-release (did you mean --auto-release-on-disconnect?)",
-        );
-        refused(&["--follower-mode", "auto"], &[], "unknown flag --follower-mode");
+        refused(&["--grpc-port", "80"], &[], "unknown flag --grpc-port");
+        refused(&["--replication-role", "primary"], &[], "unknown flag --replication-role");
         refused(&["--no-host"], &[], "unknown flag --no-host");
         refused(&["--no-debug=true"], &[], "unknown flag --no-debug (did you mean --debug?)");
         refused(&["-p6388"], &[], "unknown flag --p6388");
@@ -1139,38 +1874,62 @@ mod tests {
 
     #[test]
     fn every_setting_reads_its_flag_and_its_variable() {
-        let token = TokenFile::new("every", b"t");
+        const REPLICATED: Env<'_> = &[
+            ("DFLOCKD_RAFT_DIR", "/y"),
+            ("DFLOCKD_NODE_ID", "n"),
+            ("DFLOCKD_RAFT_ADDR", "localhost:0"),
+            ("DFLOCKD_RAFT_AUTH_TOKEN", SECRET),
+            ("DFLOCKD_RAFT_TLS_CERT", "/y"),
+            ("DFLOCKD_RAFT_TLS_KEY", "/y"),
+            ("DFLOCKD_RAFT_TLS_CA", "/y"),
+        ];
+        let token = TokenFile::new("every", SECRET.as_bytes());
         for setting in settings() {
             let value = match setting.flag {
                 "host" => "localhost",
                 "log-format" => "json",
+                "auto-release" => "lease",
+                "follower-mode" => "forward",
                 "tls-cert" | "tls-key" | "fence-state-file" => "/x",
+                "raft-dir" | "raft-tls-cert" | "raft-tls-key" | "raft-tls-ca" => "/x",
+                "raft-addr" | "advertise-addr" => "127.0.0.1:9",
+                "node-id" => "m",
+                "cluster-peers" => "n=a:1@a:2,m=b:1@b:2",
                 "auth-token" | "admin-token" => "t",
-                "auth-token-file" | "admin-token-file" => token.path(),
+                "raft-auth-token" => SECRET,
+                "auth-token-file" | "admin-token-file" | "raft-auth-token-file" => token.path(),
+                "election-timeout-ms" => "2000",
+                "heartbeat-interval-ms" => "99",
                 // The only boolean that needs company.
                 "require-auth" => "false",
                 _ if setting.boolean => "1",
                 _ => "9",
             };
             let flag = format!("--{}={value}", setting.flag);
-            // A pair may stand alone only together with its other half.
-            let other: Env<'_> = match setting.flag {
-                "tls-cert" => &[("DFLOCKD_TLS_KEY", "/x")],
-                "tls-key" => &[("DFLOCKD_TLS_CERT", "/x")],
+            // Some stand only together with others.
+            let company: Env<'_> = match setting.flag {
+                "tls-cert" | "tls-key" => &[("DFLOCKD_TLS_KEY", "/y"), ("DFLOCKD_TLS_CERT", "/y")],
+                "raft-dir" => REPLICATED,
+                _ if setting.needs == "raft-dir" => REPLICATED,
                 _ => &[],
             };
-            let by_flag = format!("{:?}", config(&[&flag], other));
-            let mut env = other.to_vec();
-            env.push((setting.env, value));
-            let by_env = format!("{:?}", config(&[], &env));
-            let default = format!("{:?}", Config::default());
+            let mut others = company.to_vec();
+            others.retain(|(name, _)| *name != setting.env);
+            // The value of a token would win over its file.
+            others.retain(|(name, _)| !setting.env.starts_with(&format!("{name}_FILE")));
+            let shown = |mut config: Config| {
+                config.given.clear();
+                format!("{config:?}")
+            };
+            let by_flag = shown(config(&[&flag], &others));
+            let by_env = shown(config(&[], &[&others[..], &[(setting.env, value)]].concat()));
             assert_eq!(
                 by_flag.replace(&format!("--{}", setting.flag), setting.env),
                 by_env,
                 "{setting:?}"
             );
             let same = ["auto-release-on-disconnect", "require-auth"].contains(&setting.flag);
-            assert_eq!(by_flag == default, same, "{setting:?}");
+            assert_eq!(by_flag == shown(config(&[], company)), same, "{setting:?}");
         }
     }
 
@@ -1207,6 +1966,11 @@ mod tests {
         );
         refused(&["--host="], &[], r#"--host must not be empty (got "")"#);
         refused(&["--log-format=xml"], &[], r#"--log-format must be text or json (got "xml")"#);
+        refused(
+            &["--auto-release=never"],
+            &[],
+            r#"--auto-release must be any, clean or lease (got "never")"#,
+        );
         check(&["--log-format=json"], &[], Ok((|c| c.log_format, LogFormat::Json)));
     }
 
@@ -1265,6 +2029,466 @@ mod tests {
         );
         refused(&["--require-auth"], &[], "--require-auth needs --auth-token or --auth-token-file");
         config(&["--require-auth"], &[("DFLOCKD_AUTH_TOKEN", "t")]);
+    }
+
+    #[test]
+    fn replicated_mode() {
+        let c = cluster(&[]);
+        assert_eq!((c.dir, c.node.as_str()), (PathBuf::from("/d"), "n1"));
+        assert_eq!(c.raft_addr, HostPort { host: "127.0.0.1".to_owned(), port: 7001 });
+        assert_eq!((c.advertise_addr, c.peers), (None, vec![]));
+        assert_eq!((c.formation, c.witness), (Formation::Join, false));
+        assert!(c.secret.unwrap().matches(SECRET.as_bytes()) && c.tls.is_none());
+        assert_eq!(c.follower_mode, FollowerMode::Auto);
+        assert_eq!(c.auto_release, AutoRelease::Clean);
+        assert_eq!((c.orphan_ttl, c.failover_grace), (Duration::ZERO, Duration::from_secs(3)));
+        assert_eq!(c.snapshot_entries, 100_000);
+        assert_eq!(c.election_timeout, Duration::from_secs(1));
+        assert_eq!(c.heartbeat_interval, Duration::from_millis(150));
+        assert!(config(&[], NODE).warnings().is_empty());
+
+        let c = cluster(&[
+            "--orphan-ttl=4",
+            "--failover-grace=60",
+            "--snapshot-entries=1",
+            "--follower-mode=redirect",
+            "--advertise-addr=Door.example:6388",
+            "--witness",
+        ]);
+        assert_eq!((c.orphan_ttl.as_secs(), c.failover_grace.as_secs()), (4, 60));
+        assert_eq!((c.snapshot_entries, c.witness), (1, true));
+        assert_eq!(c.follower_mode, FollowerMode::Redirect);
+        assert_eq!(c.advertise_addr, Some(host_port("door.example:6388")));
+    }
+
+    #[test]
+    fn ranges_of_replicated_mode() {
+        for (args, message) in [
+            ("--raft-dir=", r#"--raft-dir must not be empty (got "")"#),
+            ("--orphan-ttl=-1", "--orphan-ttl must be >= 0 (got -1)"),
+            ("--failover-grace=61", "--failover-grace must be between 0 and 60 (got 61)"),
+            ("--snapshot-entries=0", "--snapshot-entries must be > 0 (got 0)"),
+            (
+                "--election-timeout-ms=99",
+                "--election-timeout-ms must be between 100 and 60000 (got 99)",
+            ),
+            (
+                "--election-timeout-ms=60001",
+                "--election-timeout-ms must be between 100 and 60000 (got 60001)",
+            ),
+            (
+                "--heartbeat-interval-ms=9",
+                "--heartbeat-interval-ms must be between 10 and 20000 (got 9)",
+            ),
+            (
+                "--heartbeat-interval-ms=1s",
+                r#"--heartbeat-interval-ms must be an integer (got "1s")"#,
+            ),
+            (
+                "--follower-mode=proxy",
+                r#"--follower-mode must be redirect, forward or auto (got "proxy")"#,
+            ),
+            ("--cluster-bootstrap=2", r#"--cluster-bootstrap must be a boolean (got "2")"#),
+        ] {
+            cluster_refused(&[args], message);
+        }
+        let longest = "n".repeat(64);
+        for id in ["a", "A-1_b.c", &longest] {
+            assert_eq!(cluster(&["--node-id", id]).node, id);
+        }
+        for id in ["", "a b", "a/b", "ä", &"n".repeat(65)] {
+            let message = format!("--node-id must be 1-64 of A-Z a-z 0-9 . _ - (got {id:?})");
+            cluster_refused(&["--node-id", id], &message);
+        }
+    }
+
+    #[test]
+    fn heartbeats_and_elections() {
+        let times = |args: &[&str]| {
+            let c = cluster(args);
+            (c.election_timeout.as_millis(), c.heartbeat_interval.as_millis())
+        };
+        assert_eq!(times(&["--election-timeout-ms=60000"]), (60_000, 150));
+        assert_eq!(times(&["--election-timeout-ms=450"]), (450, 150));
+        assert_eq!(times(&["--election-timeout-ms=449"]), (449, 149));
+        assert_eq!(times(&["--election-timeout-ms=100"]), (100, 33));
+        let both = ["--election-timeout-ms=300", "--heartbeat-interval-ms=100"];
+        assert_eq!(times(&both), (300, 100));
+        cluster_refused(
+            &["--election-timeout-ms=449", "--heartbeat-interval-ms=150"],
+            "--heartbeat-interval-ms must be at most a third of --election-timeout-ms, 149 \
+             (got 150)",
+        );
+        cluster_refused(
+            &["--heartbeat-interval-ms=334"],
+            "--heartbeat-interval-ms must be at most a third of --election-timeout-ms, 333 \
+             (got 334)",
+        );
+    }
+
+    #[test]
+    fn addresses() {
+        for (text, shown) in [
+            ("a:1", "a:1"),
+            ("My_Host-1.example.:65535", "my_host-1.example.:65535"),
+            ("127.0.0.1:07", "127.0.0.1:7"),
+            ("[::1]:7", "[::1]:7"),
+            ("[2001:DB8:0::1]:7", "[2001:db8::1]:7"),
+            ("0.0.0.0:0", "0.0.0.0:0"),
+            ("[::]:7", "[::]:7"),
+        ] {
+            assert_eq!(cluster(&["--raft-addr", text]).raft_addr.to_string(), shown);
+        }
+        for text in
+            ["", "a", "a:", ":1", "a:65536", "a:+1", "a:-1", "a b:1", "::1:7", "[a]:1", "a@b:1"]
+        {
+            for flag in ["--raft-addr", "--advertise-addr"] {
+                let message = format!("{flag} must be host:port (got {text:?})");
+                cluster_refused(&[flag, text], &message);
+            }
+        }
+        for text in ["a:0", "0.0.0.0:1", "[::]:1", "[::ffff:0.0.0.0]:1"] {
+            let message =
+                format!("--advertise-addr must be a host:port that others can dial (got {text:?})");
+            cluster_refused(&["--advertise-addr", text], &message);
+        }
+    }
+
+    #[test]
+    fn peer_list() {
+        let list = "n2=B:7001@b:6388, n1=a:7001@a:6388,n3=[::1]:7001@10.0.0.3:6388";
+        let c = cluster(&["--cluster-peers", list]);
+        assert_eq!(c.formation, Formation::Static);
+        let peers: Vec<_> = c
+            .peers
+            .iter()
+            .map(|p| format!("{} {} {}", p.node, p.raft_addr, p.client_addr))
+            .collect();
+        assert_eq!(peers, ["n1 a:7001 a:6388", "n2 b:7001 b:6388", "n3 [::1]:7001 10.0.0.3:6388"]);
+        // The entry of this node is what others dial, --raft-addr is where it binds.
+        assert_eq!(c.own_entry().unwrap().node, "n1");
+        assert_eq!(
+            (c.dial_addr(), &c.raft_addr),
+            (&host_port("a:7001"), &host_port("127.0.0.1:7001"))
+        );
+        assert_eq!(c.advertise_addr, Some(host_port("a:6388")));
+        let c = cluster(&["--cluster-peers", list, "--advertise-addr=door:1"]);
+        assert_eq!(c.advertise_addr, Some(host_port("door:1")));
+        let alone = cluster(&["--cluster-peers=n1=a:1@a:2"]);
+        assert_eq!((alone.formation, alone.peers.len()), (Formation::Static, 1));
+        assert_eq!(cluster(&[]).dial_addr(), &host_port("127.0.0.1:7001"));
+
+        for (list, rule) in [
+            ("", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n1=a:1@a:2,", "entry 2 must be id=raftHost:port@clientHost:port"),
+            ("n1=a:1", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n1@a:1=a:2", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n1=a:1@a:2;n2=b:1@b:2", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n 1=a:1@a:2", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n1=a:1@a", "entry 1 must be id=raftHost:port@clientHost:port"),
+            ("n1=a:1@a:2,n2=b:1@b:2,n1=c:1@c:2", "must name n1 only once"),
+            ("n1=a:1@a:2,n2=A:1@b:2", "must have a:1 only once"),
+            ("n1=a:1@a:2,n2=b:1@a:2", "must have a:2 only once"),
+            ("n1=a:1@a:2,n2=b:1@a:1", "must have a:1 only once"),
+            ("n1=[::1]:1@a:2,n2=[0::1]:1@b:1", "must have [::1]:1 only once"),
+            ("n1=a:0@a:2", "must not have a:0, which others cannot dial"),
+            ("n1=a:1@0.0.0.0:2", "must not have 0.0.0.0:2, which others cannot dial"),
+        ] {
+            let message = format!("--cluster-peers {rule} (got {list:?})");
+            cluster_refused(&["--cluster-peers", list], &message);
+        }
+        cluster_refused(
+            &["--cluster-peers=n2=b:1@b:2"],
+            "--cluster-peers must contain this node (--node-id n1 is not in it)",
+        );
+    }
+
+    #[test]
+    fn ways_to_begin() {
+        let list = "--cluster-peers=n1=a:1@a:2,n2=b:1@b:2,n3=c:1@c:2";
+        let own = "--cluster-peers=n1=a:1@a:2";
+        assert_eq!(cluster(&["--cluster-bootstrap"]).formation, Formation::Bootstrap);
+        assert_eq!(cluster(&["--cluster-bootstrap", own]).formation, Formation::Bootstrap);
+        assert_eq!(cluster(&[own, "--no-cluster-bootstrap"]).formation, Formation::Static);
+        cluster_refused(
+            &["--cluster-bootstrap", list],
+            "--cluster-bootstrap contradicts other nodes in --cluster-peers (n2, n3)",
+        );
+        cluster_refused(
+            &["--cluster-bootstrap", "--cluster-peers=n2=b:1@b:2"],
+            "--cluster-peers must contain this node (--node-id n1 is not in it)",
+        );
+
+        // What stands in the membership must lead the nodes that are added to this one.
+        for address in ["0.0.0.0:7001", "[::]:7001", "10.0.0.1:0"] {
+            let bind = format!("--raft-addr={address}");
+            cluster_refused(
+                &["--cluster-bootstrap", &bind],
+                &format!(
+                    "--cluster-bootstrap needs a --raft-addr that others can dial, or this node \
+                     in --cluster-peers (got {address})"
+                ),
+            );
+            cluster(&["--cluster-bootstrap", own, &bind]);
+            cluster(&[&bind]);
+        }
+        cluster(&["--cluster-bootstrap", "--raft-addr=127.0.0.1:0"]);
+
+        let alone = "--witness needs other nodes: it serves no clients itself";
+        cluster_refused(&["--witness", "--cluster-bootstrap"], alone);
+        cluster_refused(&["--witness", own], alone);
+        assert!(cluster(&["--witness", list]).witness && cluster(&["--witness"]).witness);
+    }
+
+    #[test]
+    fn what_replicated_mode_needs() {
+        let base = [("DFLOCKD_RAFT_DIR", "/d")];
+        refused(&[], &base, "--raft-dir needs --node-id");
+        refused(&["--node-id=n1"], &base, "--raft-dir needs --raft-addr");
+        refused(
+            &["--node-id=n1", "--raft-addr=127.0.0.1:7001"],
+            &base,
+            "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
+             or --raft-tls-cert, --raft-tls-key and --raft-tls-ca",
+        );
+    }
+
+    #[test]
+    fn what_only_replicated_mode_has() {
+        for (flag, value) in [
+            ("node-id", "n1"),
+            ("raft-addr", "a:1"),
+            ("advertise-addr", "a:1"),
+            ("cluster-peers", "n1=a:1@a:2"),
+            ("cluster-bootstrap", "true"),
+            ("witness", "true"),
+            ("raft-auth-token", SECRET),
+            ("raft-tls-cert", "/c"),
+            ("raft-tls-key", "/c"),
+            ("raft-tls-ca", "/c"),
+            // Even if the value is the default: whoever gives it believes in a cluster.
+            ("orphan-ttl", "0"),
+            ("follower-mode", "auto"),
+            ("failover-grace", "3"),
+            ("snapshot-entries", "100000"),
+            ("election-timeout-ms", "1000"),
+            ("heartbeat-interval-ms", "150"),
+        ] {
+            let message = format!("--{flag} needs --raft-dir");
+            refused(&[&format!("--{flag}={value}")], &[], &message);
+            refused(&[], &[(find(flag).unwrap().env, value)], &message);
+            refused(&[], &[(find(flag).unwrap().env, value), ("DFLOCKD_RAFT_DIR", "")], &message);
+        }
+        let file = TokenFile::new("stray", SECRET.as_bytes());
+        let message = "--raft-auth-token-file needs --raft-dir";
+        refused(&["--raft-auth-token-file", file.path()], &[], message);
+        refused(&[], &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", file.path())], message);
+        assert_eq!(settings().iter().filter(|s| s.needs == "raft-dir").count(), 17);
+        config(&["--cluster-bootstrap=false", "--no-witness"], &[("DFLOCKD_WITNESS", "no")]);
+    }
+
+    #[test]
+    fn what_replicated_mode_has_not() {
+        let message = "--fence-state-file cannot be used with --raft-dir";
+        cluster_refused(&["--fence-state-file=/f"], message);
+        cluster_refused(&["--fence-state-file=/f", "--startup-grant-delay=auto"], message);
+        let message = "--startup-grant-delay cannot be used with --raft-dir";
+        for delay in ["0", "5", "auto"] {
+            cluster_refused(&["--startup-grant-delay", delay], message);
+        }
+        let env = [NODE, &[("DFLOCKD_STARTUP_GRANT_DELAY_S", "5")]].concat();
+        refused(&[], &env, message);
+    }
+
+    #[test]
+    fn a_durable_node_alone() {
+        let args = ["--raft-dir=D", "--node-id=n1", "--cluster-bootstrap"];
+        let warning = "there is no --raft-auth-token: no other node can be added until this one is \
+                       started with one";
+        for address in ["127.0.0.1:7001", "[::1]:7001", "localhost:7001", "127.0.0.1:0"] {
+            let bind = ["--raft-addr", address];
+            let alone = config(&[&args[..], &bind].concat(), &[]);
+            assert_eq!(alone.warnings(), [warning]);
+            let secret = alone.replicated().unwrap().secret.as_ref().unwrap();
+            assert_eq!(secret.bytes().len(), 32);
+            // Drawn once, and not the same for everybody.
+            assert!(alone.reload_raft_secret().unwrap().unwrap().matches(secret.bytes()));
+            let another = config(&[&args[..], &bind].concat(), &[]);
+            assert!(
+                !another.replicated().unwrap().secret.as_ref().unwrap().matches(secret.bytes())
+            );
+        }
+        let needed = "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
+                      or --raft-tls-cert, --raft-tls-key and --raft-tls-ca";
+        for address in ["10.0.0.1:7001", "example.org:7001"] {
+            refused(&[&args[..], &["--raft-addr", address]].concat(), &[], needed);
+        }
+        refused(&[&args[..2], &["--raft-addr=127.0.0.1:7001"]].concat(), &[], needed);
+        let open = [&args[..], &["--raft-addr=127.0.0.1:7001", "--host=0.0.0.0"]].concat();
+        let warnings = config(&open, &[]).warnings();
+        assert!(!warnings.iter().any(|warning| warning.contains("--advertise-addr")));
+    }
+
+    #[test]
+    fn warnings_for_an_address_that_clients_cannot_dial() {
+        let warned = |args: &[&str]| {
+            let all = [&["--raft-addr=10.0.0.1:7001", "--auth-token=t"], args].concat();
+            let warnings = config(&all, NODE).warnings();
+            warnings.iter().any(|warning| warning.contains("--advertise-addr"))
+        };
+        assert!(warned(&[]) && warned(&["--host=0.0.0.0"]) && warned(&["--host=[::]"]));
+        assert!(!warned(&["--host=10.0.0.1"]) && !warned(&["--host=example.org"]));
+        assert!(!warned(&["--advertise-addr=10.0.0.1:6388"]));
+        assert!(!warned(&["--cluster-peers=n1=10.0.0.1:7001@10.0.0.1:6388"]));
+    }
+
+    #[test]
+    fn release_on_disconnect() {
+        let [on, off] = ["--auto-release-on-disconnect", "--no-auto-release-on-disconnect"];
+        let [any, clean, lease] =
+            ["--auto-release=any", "--auto-release=clean", "--auto-release=lease"];
+        for (args, in_memory, replicated) in [
+            (&[][..], AutoRelease::Any, AutoRelease::Clean),
+            (&[on], AutoRelease::Any, AutoRelease::Clean),
+            (&[off], AutoRelease::Lease, AutoRelease::Lease),
+            (&[any], AutoRelease::Any, AutoRelease::Any),
+            (&[clean], AutoRelease::Clean, AutoRelease::Clean),
+            (&[lease], AutoRelease::Lease, AutoRelease::Lease),
+            (&[on, any], AutoRelease::Any, AutoRelease::Any),
+            (&[on, clean], AutoRelease::Clean, AutoRelease::Clean),
+            (&[off, lease], AutoRelease::Lease, AutoRelease::Lease),
+        ] {
+            let memory = config(args, &[]);
+            assert_eq!(memory.disconnect_policy(), in_memory, "{args:?}");
+            assert_eq!(memory.auto_release_on_disconnect, in_memory != AutoRelease::Lease);
+            let node = config(args, NODE);
+            assert_eq!(node.disconnect_policy(), replicated, "{args:?}");
+            assert_eq!(node.replicated().unwrap().auto_release, replicated, "{args:?}");
+        }
+        for (args, policy, other) in [
+            ([on, lease], "lease", true),
+            ([off, any], "any", false),
+            ([off, clean], "clean", false),
+        ] {
+            let message =
+                format!("--auto-release {policy} contradicts --auto-release-on-disconnect={other}");
+            refused(&args, &[], &message);
+            cluster_refused(&args, &message);
+        }
+        let contradiction = "--auto-release lease contradicts --auto-release-on-disconnect=true";
+        let yes = ("DFLOCKD_AUTO_RELEASE_ON_DISCONNECT", "yes");
+        refused(&[], &[("DFLOCKD_AUTO_RELEASE", "lease"), yes], contradiction);
+        refused(&[lease], &[yes], contradiction);
+        let by_env = config(&[], &[("DFLOCKD_AUTO_RELEASE", "clean")]);
+        assert_eq!(by_env.disconnect_policy(), AutoRelease::Clean);
+    }
+
+    #[test]
+    fn tls_between_nodes() {
+        let files = ["--raft-tls-cert=/c", "--raft-tls-key=/k", "--raft-tls-ca=/a"];
+        let expected = RaftTls { cert: "/c".into(), key: "/k".into(), ca: "/a".into() };
+        let both = cluster(&files);
+        assert_eq!((both.tls, both.secret.is_some()), (Some(expected.clone()), true));
+        // Certificates prove who is there as well as a secret does.
+        let tls_only = config(&files, &NODE[..3]);
+        let cluster = tls_only.replicated().unwrap();
+        assert_eq!((cluster.tls.as_ref(), cluster.secret.is_none()), (Some(&expected), true));
+        assert!(tls_only.reload_raft_secret().unwrap().is_none());
+        let alone = config(&[&files[..], &["--cluster-bootstrap"]].concat(), &NODE[..3]);
+        assert!(alone.replicated().unwrap().secret.is_none() && alone.warnings().is_empty());
+
+        let [cert, key, ca] = files;
+        for (args, message) in [
+            (&[cert][..], "--raft-tls-cert needs --raft-tls-key"),
+            (&[key], "--raft-tls-key needs --raft-tls-cert"),
+            (&[ca], "--raft-tls-ca needs --raft-tls-cert"),
+            (&[cert, key], "--raft-tls-cert needs --raft-tls-ca"),
+            (&[cert, ca], "--raft-tls-cert needs --raft-tls-key"),
+            (&[key, ca], "--raft-tls-key needs --raft-tls-cert"),
+        ] {
+            cluster_refused(args, message);
+        }
+        let env = [
+            NODE,
+            &[("DFLOCKD_RAFT_TLS_CERT", "/c"), ("DFLOCKD_RAFT_TLS_KEY", "/k")],
+            &[("DFLOCKD_RAFT_TLS_CA", "/a")],
+        ];
+        assert_eq!(config(&[], &env.concat()).replicated().unwrap().tls, Some(expected));
+    }
+
+    #[test]
+    fn tls_files_are_read_again() {
+        let [cert, key, ca] = [("raft-cert", "C1"), ("raft-key", "K1"), ("raft-ca", "A1")]
+            .map(|(name, content)| TokenFile::new(name, content.as_bytes()));
+        let args = [
+            ["--raft-tls-cert", cert.path()],
+            ["--raft-tls-key", key.path()],
+            ["--raft-tls-ca", ca.path()],
+        ];
+        let node = config(&args.concat(), NODE);
+        std::fs::write(&key.0, "K2").unwrap();
+        let pem = node.reload_raft_tls().unwrap().unwrap();
+        assert_eq!(
+            (&pem.cert[..], &pem.key[..], &pem.ca[..]),
+            (&b"C1"[..], &b"K2"[..], &b"A1"[..])
+        );
+        assert_eq!(format!("{pem:?}"), "RaftPem(..)");
+        std::fs::write(&ca.0, vec![b'x'; PEM_BYTES_MAX + 1]).unwrap();
+        assert_eq!(
+            node.reload_raft_tls().unwrap_err().to_string(),
+            format!("--raft-tls-ca: {} is longer than 1048576 bytes", ca.path())
+        );
+        let missing = ["--raft-tls-cert=/nonexistent/c", "--raft-tls-key=k", "--raft-tls-ca=a"];
+        let error = config(&missing, NODE).reload_raft_tls().unwrap_err().to_string();
+        assert!(error.starts_with("--raft-tls-cert: cannot read /nonexistent/c: "), "{error}");
+        assert!(config(&[], NODE).reload_raft_tls().unwrap().is_none());
+        assert!(Config::default().reload_raft_tls().unwrap().is_none());
+    }
+
+    #[test]
+    fn secret_between_nodes() {
+        let [by_flag, by_file, by_env, by_env_file] = ["a", "b", "c", "d"].map(|s| s.repeat(32));
+        let file = TokenFile::new("raft", format!("\n {by_file}\n").as_bytes());
+        let env_file = TokenFile::new("raft-env", by_env_file.as_bytes());
+        let all = [
+            &NODE[..3],
+            &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", env_file.path())],
+            &[("DFLOCKD_RAFT_AUTH_TOKEN", by_env.as_str())],
+        ]
+        .concat();
+        let flag = ["--raft-auth-token", &by_flag];
+        let file_flag = ["--raft-auth-token-file", file.path()];
+        for (args, env, secret) in [
+            (&[file_flag, flag].concat()[..], &all[..], &by_flag),
+            (&file_flag, &all, &by_file),
+            (&[], &all, &by_env),
+            (&[], &all[..4], &by_env_file),
+        ] {
+            let node = config(args, env);
+            let chosen = node.replicated().unwrap().secret.as_ref().unwrap();
+            assert_eq!(chosen.bytes(), secret.as_bytes());
+            assert!(node.raft_auth_token.as_ref().unwrap().matches(secret.as_bytes()));
+            assert!(node.auth_token.is_none() && node.admin_token.is_none());
+            assert!(!format!("{node:?}").contains(secret.as_str()));
+        }
+
+        let short = "x".repeat(31);
+        let rule = "the token must have at least 32 bytes";
+        cluster_refused(&["--raft-auth-token", &short], &format!("--raft-auth-token: {rule}"));
+        let env = [&NODE[..3], &[("DFLOCKD_RAFT_AUTH_TOKEN", &*short)]].concat();
+        refused(&[], &env, &format!("DFLOCKD_RAFT_AUTH_TOKEN: {rule}"));
+        cluster_refused(&["--raft-auth-token="], "--raft-auth-token must not be empty");
+
+        let node = config(&file_flag, &NODE[..3]);
+        // White space around it does not count.
+        std::fs::write(&file.0, format!("{short}\n")).unwrap();
+        let error = node.reload_raft_secret().unwrap_err();
+        assert_eq!(error.to_string(), format!("--raft-auth-token-file: {rule}"));
+        std::fs::write(&file.0, &by_env).unwrap();
+        assert!(node.reload_raft_secret().unwrap().unwrap().matches(by_env.as_bytes()));
+        let fixed = config(&[], NODE).reload_raft_secret().unwrap().unwrap();
+        assert!(fixed.matches(SECRET.as_bytes()));
+        assert!(Config::default().reload_raft_secret().unwrap().is_none());
     }
 
     #[test]
@@ -1416,7 +2640,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 34);
+        assert_eq!(settings.len(), 53);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

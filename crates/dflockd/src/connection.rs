@@ -12,10 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use dflockd_core::{Command, Outcome, Push, RequestId, SessionId, Span, Timestamp};
-use dflockd_engine::{Attachment, Place, Pokes, Pushed, SessionSecret, Submitted};
+use dflockd_engine::replica::types::AutoRelease;
+use dflockd_engine::{Attaching, Attachment, Place, Pokes, Pushed, SessionSecret, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 use parking_lot::Mutex;
 
+use crate::config::FollowerMode;
 use crate::report;
 use crate::service::Service;
 use crate::translate::{self, Asked, Wishes};
@@ -40,8 +42,8 @@ const WRITE_PROGRESS: usize = 64 * 1024;
 pub enum Message {
     /// The answer to an earlier request.
     Reply(RequestId, Outcome),
-    /// The answer to an earlier request that took a while to write: `ok` and this.
-    Text(RequestId, Arc<[u8]>),
+    /// The answer to an earlier request that took a while to write: `ok` and this, or `nil`.
+    Text(RequestId, Option<Arc<[u8]>>),
     /// Something the client is told.
     Push(Push),
 }
@@ -154,6 +156,8 @@ pub struct Connection {
     /// No request was executed yet.
     fresh: bool,
     has_reference: bool,
+    wants_redirect: bool,
+    greeting: Option<Box<Greeting>>,
     /// The request that everything behind it waits for; never on a numbered connection.
     blocked: Option<(RequestId, Open)>,
     /// The requests of a numbered connection that are not answered.
@@ -185,6 +189,13 @@ enum Phase {
     /// No input counts any more; over once the output is written and this instant has come.
     Closing(Timestamp),
     Over,
+}
+
+/// A greeting whose session is not there yet.
+struct Greeting {
+    words: Vec<String>,
+    /// The word that names the session.
+    session: Option<String>,
 }
 
 /// A request that is not answered yet.
@@ -232,6 +243,8 @@ impl Connection {
             greeted: false,
             fresh: true,
             has_reference: false,
+            wants_redirect: false,
+            greeting: None,
             blocked: None,
             open: None,
             last_request: 0,
@@ -341,7 +354,7 @@ impl Connection {
         self.draining = true;
         for (request, open) in waiting {
             match open.place {
-                // What comes of it arrives in the inbox: the end of the wait, or what came first.
+                // What comes of it arrives in the inbox, behind a log later: the end of the wait, or what came first.
                 Some(place) => self.service.engine.cancel(&self.me, request, place, pokes),
                 None => {
                     self.take_open(request);
@@ -351,7 +364,6 @@ impl Connection {
             }
         }
         self.print_messages();
-        self.close();
         self.arm();
     }
 
@@ -379,7 +391,7 @@ impl Connection {
                 engine.cancel(&self.me, request, place, pokes);
             }
         }
-        engine.close(&self.me, pokes);
+        engine.close(&self.me, self.input_ended, self.has_reference, pokes);
     }
 
     /// Bytes to write.
@@ -562,7 +574,8 @@ impl Connection {
                 Message::Reply(request, outcome) => self.answer_open(request, outcome),
                 Message::Text(request, text) => {
                     if self.take_open(request).is_some() {
-                        self.respond(self.number_of(request), &Response::Value(&text));
+                        let text = text.as_deref().map_or(Response::Nil, Response::Value);
+                        self.respond(self.number_of(request), &text);
                     }
                 }
                 Message::Push(push) => {
@@ -642,6 +655,9 @@ impl Connection {
         request: &Request<'_>,
         pokes: &mut Pokes,
     ) {
+        if let Some(leader) = self.elsewhere(op) {
+            return self.respond(number, &Response::NotLeader(leader.as_deref()));
+        }
         let was_fresh = std::mem::replace(&mut self.fresh, false);
         let id = self.request_id(number);
         if let Some(open) = &self.open
@@ -661,22 +677,51 @@ impl Connection {
             Asked::Command(command) => {
                 let place = undoable(&command).map(|key| self.service.engine.place(key));
                 let keep = self.kept && self.numbered;
-                match self.service.engine.submit(&self.me, id, keep, command, pokes) {
-                    Submitted::Done(outcome) => {
-                        self.audit(request, &outcome);
-                        self.answer(op, number, place, outcome);
-                    }
-                    Submitted::Later(place) => self.wait(id, op, Some(place)),
-                    Submitted::Gone => self.close(),
-                }
+                let submitted = self.service.engine.submit(&self.me, id, keep, command, pokes);
+                self.audit(request, &submitted);
+                self.settle(op, id, number, place, submitted);
             }
             Asked::Query(query) => {
-                let outcome = self.service.engine.query(query);
-                self.answer(op, number, None, outcome);
+                let submitted = self.service.engine.query(&self.me, id, query);
+                self.settle(op, id, number, None, submitted);
             }
             Asked::NotHeld => self.respond(number, &Response::Error(ErrorCode::Error)),
             Asked::Connection => self.handle_own(op, id, number, request, was_fresh, pokes),
         }
+    }
+
+    /// Answers a request, or waits for its answer.
+    fn settle(
+        &mut self,
+        op: Op,
+        id: RequestId,
+        number: Option<u64>,
+        place: Option<Place>,
+        submitted: Submitted,
+    ) {
+        match submitted {
+            Submitted::Done(outcome) => self.answer(op, number, place, outcome),
+            Submitted::Later(place) => self.wait(id, op, Some(place)),
+            Submitted::Gone => self.close(),
+        }
+    }
+
+    /// Where the client should ask instead, if it should.
+    fn elsewhere(&self, op: Op) -> Option<Option<String>> {
+        let member = self.service.engine.replicated()?;
+        if matches!(op, Op::Auth | Op::Ping | Op::Stats) {
+            return None;
+        }
+        if member.is_witness() {
+            return Some(member.leadership().err().flatten());
+        }
+        let is_own = matches!(op, Op::StableRef | Op::Hello | Op::Cancel | Op::Ack);
+        let wanted = match self.service.follower_mode {
+            FollowerMode::Redirect => true,
+            FollowerMode::Forward => false,
+            FollowerMode::Auto => self.has_reference || self.wants_redirect,
+        };
+        if is_own || !wanted { None } else { member.leadership().err() }
     }
 
     /// Requests about the connection or the server.
@@ -692,32 +737,38 @@ impl Connection {
     ) {
         let refused = Response::Error(ErrorCode::Error);
         match *request {
-            Request::Ping | Request::Barrier => self.respond(number, &Response::Ok),
+            Request::Ping => self.respond(number, &Response::Ok),
+            Request::Barrier => {
+                let submitted = self.service.engine.barrier(&self.me, id);
+                self.settle(op, id, number, None, submitted);
+            }
             Request::StableRef { .. } => {
                 let first = !std::mem::replace(&mut self.has_reference, true);
                 self.respond(number, if first { &Response::Ok } else { &refused });
             }
             Request::Hello { name, ref words } => {
                 if was_fresh && !self.greeted {
-                    self.greet(number, name, words, pokes);
+                    self.greet(id, number, name, words, pokes);
                 } else {
                     self.respond(number, &refused);
                 }
             }
             Request::Stats => {
                 let asked = self.now.0;
-                self.make_text(id, op, move |service| service.stats(asked));
+                self.make_text(id, op, move |service| Some(service.stats(asked)));
             }
             Request::Ls { prefix, limit, after } => {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
                 self.make_text(id, op, move |service| {
-                    report::ls(service, &prefix, after.as_deref(), limit).into()
+                    Some(report::ls(service, &prefix, after.as_deref(), limit).into())
                 });
             }
-            Request::Inspect { key } => match report::inspect(&self.service, key) {
-                Some(text) => self.respond(number, &Response::Value(&text)),
-                None => self.respond(number, &Response::Nil),
-            },
+            Request::Inspect { key } => {
+                let key = key.to_vec();
+                self.make_text(id, op, move |service| {
+                    report::inspect(service, &key).map(Into::into)
+                });
+            }
             Request::Cancel { number: cancelled } if self.numbered => {
                 let cancelled = RequestId(cancelled);
                 let open = self.open.as_ref().and_then(|open| open.get(&cancelled));
@@ -736,58 +787,99 @@ impl Connection {
                 self.respond(number, &Response::Ok);
             }
             Request::EndSession { session, reason, .. } => {
-                let known = self.service.engine.kick(SessionId(session), pokes);
+                let submitted = self.service.engine.kick(&self.me, id, SessionId(session), pokes);
                 tracing::info!(
                     audit = true,
                     by = self.me.id().0,
                     session,
-                    known,
+                    known = known(&submitted),
                     reason,
                     "session ended by an operator"
                 );
-                self.respond(number, if known { &Response::Ok } else { &refused });
+                self.settle(op, id, number, None, submitted);
             }
             // `auth` when it is not due, `cancel` and `ack` without numbers.
             _ => self.respond(number, &refused),
         }
     }
 
-    /// Agrees on features.
-    fn greet(&mut self, number: Option<u64>, name: &str, words: &[&str], pokes: &mut Pokes) {
+    /// Agrees on features. The sessions of a cluster are kept by all its members, so that may take a while.
+    fn greet(
+        &mut self,
+        id: RequestId,
+        number: Option<u64>,
+        name: &str,
+        words: &[&str],
+        pokes: &mut Pokes,
+    ) {
         self.me.set_label(name.into());
-        let mut accepted = Vec::new();
-        if let Some(secret) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
-            let attached = parse_secret(secret)
-                .and_then(|secret| self.service.engine.attach(&self.me, secret, pokes));
-            let Some(attached) = attached else {
-                // Never a new session in place of the one asked for. The client may greet again.
-                self.fresh = true;
-                return self.respond(number, &Response::Error(ErrorCode::Error));
+        let engine = Arc::clone(&self.service.engine);
+        let mut greeting =
+            Greeting { words: words.iter().map(ToString::to_string).collect(), session: None };
+        if let Some(digits) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
+            greeting.session = Some(format!("attach={digits}"));
+            let attaching = match parse_secret(digits) {
+                Some(secret) => engine.attach(&self.me, id, secret, pokes),
+                None => Attaching::Done(None),
             };
-            self.me = attached;
+            match attaching {
+                Attaching::Done(attached) => self.finish_greeting(number, greeting, attached),
+                Attaching::Later => self.wait_greeting(id, greeting),
+            }
+        } else if words.contains(&"keep") {
+            let (secret, submitted) = engine.keep(&self.me, id);
+            let digits: String = secret.0.iter().map(|byte| format!("{byte:02x}")).collect();
+            greeting.session = Some(format!("keep={digits}"));
+            match submitted {
+                Submitted::Done(Outcome::Done) => {
+                    let me = self.me.clone();
+                    self.finish_greeting(number, greeting, Some(me));
+                }
+                Submitted::Done(_) => self.finish_greeting(number, greeting, None),
+                Submitted::Later(_) => self.wait_greeting(id, greeting),
+                Submitted::Gone => self.close(),
+            }
+        } else {
+            let me = self.me.clone();
+            self.finish_greeting(number, greeting, Some(me));
+        }
+    }
+
+    fn wait_greeting(&mut self, id: RequestId, greeting: Greeting) {
+        self.greeting = Some(Box::new(greeting));
+        self.wait(id, Op::Hello, Some(self.service.engine.place(b"")));
+    }
+
+    /// The session of the greeting is there, or is not to be had.
+    fn finish_greeting(
+        &mut self,
+        number: Option<u64>,
+        greeting: Greeting,
+        session: Option<Attachment>,
+    ) {
+        let Some(session) = session else {
+            // Never a new session in place of the one asked for. The client may greet again.
+            self.fresh = true;
+            return self.respond(number, &Response::Error(ErrorCode::Error));
+        };
+        self.me = session;
+        let mut accepted = Vec::new();
+        if let Some(session) = greeting.session {
             self.kept = true;
-            accepted.push(format!("attach={secret}"));
+            accepted.push(session);
         }
         let mut numbered = false;
-        for &word in words {
-            match word {
+        for word in greeting.words {
+            match word.as_str() {
                 "fence" => self.wishes.fence = true,
                 "lease-status" => self.wishes.lease_status = true,
-                "redirect" => {}
+                "redirect" => self.wants_redirect = true,
                 "ms" => self.unit = Unit::Millis,
                 "lost" => self.inbox.wants_lost.store(true, Ordering::Relaxed),
                 "mux" => numbered = true,
-                "keep" if !self.kept => {
-                    let secret = self.service.engine.keep(&self.me);
-                    self.kept = true;
-                    let digits: String =
-                        secret.0.iter().map(|byte| format!("{byte:02x}")).collect();
-                    accepted.push(format!("keep={digits}"));
-                    continue;
-                }
                 _ => continue,
             }
-            accepted.push(word.to_owned());
+            accepted.push(word);
         }
         self.greeted = true;
         self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
@@ -803,7 +895,7 @@ impl Connection {
         &mut self,
         id: RequestId,
         op: Op,
-        make: impl FnOnce(&Service) -> Arc<[u8]> + Send + 'static,
+        make: impl FnOnce(&Service) -> Option<Arc<[u8]>> + Send + 'static,
     ) {
         self.wait(id, op, None);
         let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&self.inbox));
@@ -835,6 +927,15 @@ impl Connection {
         // Not there: it was asked on an earlier connection of this session and will be repeated.
         let Some(Open { op, place }) = self.take_open(id) else { return };
         let number = self.number_of(id);
+        if let Some(greeting) = self.greeting.take() {
+            let session = match outcome {
+                Outcome::Done => {
+                    Some(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
+                }
+                _ => None,
+            };
+            return self.finish_greeting(number, *greeting, session);
+        }
         if self.draining && outcome == Outcome::Timeout {
             self.respond(number, &Response::Error(ErrorCode::Draining));
         } else {
@@ -850,7 +951,7 @@ impl Connection {
             Outcome::Popped { .. } => true,
             // Otherwise the end of the session releases it.
             Outcome::Granted(_) | Outcome::Acquired(_) => {
-                !self.service.release_on_disconnect && !self.kept
+                self.service.auto_release != AutoRelease::Any && !self.kept
             }
             Outcome::Done
             | Outcome::Queued
@@ -889,14 +990,14 @@ impl Connection {
         self.service.admin.load().as_ref().is_some_and(|admin| admin.matches(token))
     }
 
-    fn audit(&self, request: &Request<'_>, outcome: &Outcome) {
+    fn audit(&self, request: &Request<'_>, submitted: &Submitted) {
         if let Request::ForceRelease { key, fence, reason, .. } = *request {
             tracing::info!(
                 audit = true,
                 by = self.me.id().0,
                 key = %key.escape_ascii(),
                 fence,
-                known = *outcome == Outcome::Done,
+                known = known(submitted),
                 reason,
                 "hold ended by an operator"
             );
@@ -923,7 +1024,10 @@ impl Connection {
     /// Sets the time limits that fit the state, and ends the conversation when there is nothing more to it.
     fn arm(&mut self) {
         let conversing = matches!(self.phase, Phase::Stranger | Phase::Ready);
-        if self.input_ended && conversing && self.has_done_all() {
+        let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
+        let answered_all = self.blocked.is_none() && !open;
+        if conversing && (self.input_ended && self.has_done_all() || self.draining && answered_all)
+        {
             self.close();
         }
         let service = &self.service;
@@ -940,7 +1044,6 @@ impl Connection {
         }
         self.deadlines.read_progress = progress;
 
-        let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
         let idle = self.phase == Phase::Ready
             && !self.is_within_request()
             && self.blocked.is_none()
@@ -959,6 +1062,14 @@ impl Connection {
             self.deadlines.write = service.write_timeout.map(|timeout| self.now + timeout);
             self.deadlines.write_progress = 0;
         }
+    }
+}
+
+/// Whether what an operator named was there, for the log; not known yet behind a log of commands.
+fn known(submitted: &Submitted) -> Option<bool> {
+    match submitted {
+        Submitted::Done(outcome) => Some(*outcome == Outcome::Done),
+        Submitted::Later(_) | Submitted::Gone => None,
     }
 }
 

@@ -9,6 +9,7 @@ pub mod connection;
 pub mod logging;
 pub mod tls;
 
+mod cluster;
 mod local;
 mod process;
 mod report;

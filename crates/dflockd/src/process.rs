@@ -54,8 +54,7 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
         let signals = watch_signals()?;
         let running = run(config).await?;
         notify(&[sd_notify::NotifyState::Ready]);
-        running.serve(signals, || notify(&[sd_notify::NotifyState::Stopping])).await;
-        Ok::<(), anyhow::Error>(())
+        running.serve(signals, || notify(&[sd_notify::NotifyState::Stopping])).await
     });
     // Not waiting for a thread that may be busy with a text nobody will read.
     runtime.shutdown_background();

@@ -12,6 +12,8 @@ use dflockd_core::{
 };
 use serde::Serialize;
 
+use dflockd_engine::Replicated;
+
 use crate::service::{Service, seconds};
 
 /// Holders and waiters shown per lock in `stats`.
@@ -35,6 +37,8 @@ struct Stats<'a> {
     barriers: Vec<Barrier<'a>>,
     signal_channels: Vec<SignalChannel<'a>>,
     watch_channels: Vec<WatchChannel<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cluster: Option<Cluster>,
 }
 
 #[derive(Serialize)]
@@ -161,6 +165,62 @@ struct WatchChannel<'a> {
     watchers: usize,
 }
 
+#[derive(Serialize)]
+struct Cluster {
+    node_id: String,
+    role: &'static str,
+    ready: bool,
+    term: u64,
+    leader_id: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    leader_addr: Option<String>,
+    commit_index: u64,
+    applied_index: u64,
+    last_log_index: u64,
+    snapshot_index: u64,
+    voters: Vec<String>,
+    learners: Vec<String>,
+    witnesses: Vec<String>,
+    members: Vec<ClusterMember>,
+}
+
+#[derive(Serialize)]
+struct ClusterMember {
+    node_id: String,
+    peer_addr: String,
+    client_addr: String,
+}
+
+fn cluster(member: &Replicated) -> Cluster {
+    let view = member.view();
+    let name = |id: &u64| view.members.get(id).map_or_else(|| id.to_string(), |m| m.node.clone());
+    let status = view.status;
+    Cluster {
+        node_id: member.node().to_owned(),
+        role: status.map_or("joining", |status| status.role),
+        ready: member.is_ready(),
+        term: status.map_or(0, |status| status.term),
+        leader_id: status.and_then(|status| status.leader).map_or_else(String::new, |id| name(&id)),
+        leader_addr: view.leader_addr().map(str::to_owned),
+        commit_index: status.map_or(0, |status| status.commit),
+        applied_index: status.map_or(0, |status| status.applied),
+        last_log_index: status.map_or(0, |status| status.last),
+        snapshot_index: status.map_or(0, |status| status.snapshot),
+        voters: view.voters.iter().map(name).collect(),
+        learners: view.learners.iter().map(name).collect(),
+        witnesses: view.members.values().filter(|m| m.witness).map(|m| m.node.clone()).collect(),
+        members: view
+            .members
+            .values()
+            .map(|member| ClusterMember {
+                node_id: member.node.clone(),
+                peer_addr: member.peer_addr.clone(),
+                client_addr: member.client_addr.clone(),
+            })
+            .collect(),
+    }
+}
+
 /// The answer to `stats`.
 pub(crate) fn stats(service: &Service) -> Vec<u8> {
     let survey = service.engine.survey(STATS_EACH_MAX);
@@ -178,6 +238,7 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
         barriers: Vec::new(),
         signal_channels: survey.signal_channels.iter().map(signal_channel).collect(),
         watch_channels: Vec::new(),
+        cluster: service.engine.replicated().map(|member| cluster(member)),
     };
     for lock in &survey.locks {
         stats.add_lock(lock, &mut labels);

@@ -6,11 +6,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::Context;
-use dflockd_engine::Clock;
+use dflockd_engine::{Clock, Engine, Replicated};
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, mpsc};
 
+use crate::cluster;
 use crate::config::Config;
 use crate::service::Service;
 use crate::tcp::Peers;
@@ -49,11 +50,17 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let background = |job: Box<dyn FnOnce() + Send>| {
         tokio::task::spawn_blocking(job);
     };
-    let service = Arc::new(Service::new(&config, Clock::system(), background)?);
     let listener = listen(&config.host, config.port)
         .await
         .with_context(|| format!("cannot listen on {}:{}", config.host, config.port))?;
     let address = listener.local_addr()?;
+    let service = Arc::new(match config.replicated() {
+        None => Service::new(&config, Clock::system(), background)?,
+        Some(cluster) => {
+            let member = cluster::start(&config, cluster, address).await?;
+            Service::around(&config, Engine::Replicated(member), background)?
+        }
+    });
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
 
     service.engine.start()?;
@@ -66,22 +73,55 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
 }
 
 impl Running {
+    /// The member of a cluster that this server is, if it is one.
+    #[must_use]
+    pub fn member(&self) -> Option<&Arc<Replicated>> {
+        self.service.engine.replicated()
+    }
+
     /// Serves until told to terminate, which calls `stopping`, and all connections are gone or the time for that is
     /// over.
+    ///
+    /// # Errors
+    ///
+    /// If the engine can not go on.
     pub async fn serve(
         self,
         mut signals: mpsc::UnboundedReceiver<Signal>,
         stopping: impl FnOnce(),
-    ) {
-        while let Some(signal) = signals.recv().await {
-            match signal {
-                Signal::Reload => self.reload(),
-                Signal::Terminate => break,
+    ) -> anyhow::Result<()> {
+        let failed = async {
+            match self.service.engine.replicated() {
+                Some(member) => member.failed().await,
+                None => std::future::pending().await,
+            }
+        };
+        let told = async {
+            while let Some(signal) = signals.recv().await {
+                match signal {
+                    Signal::Reload => self.reload(),
+                    Signal::Terminate => break,
+                }
+            }
+        };
+        tokio::select! {
+            () = told => {}
+            why = failed => {
+                // Nothing is answered any more, so nobody is kept waiting for it.
+                self.peers.close();
+                anyhow::bail!(why);
             }
         }
         stopping();
+        if let Some(member) = self.service.engine.replicated() {
+            member.hand_over().await;
+        }
         self.drain(&mut signals).await;
+        if let Some(member) = self.service.engine.replicated() {
+            member.settle().await;
+        }
         self.service.engine.stop();
+        Ok(())
     }
 
     fn reload(&self) {
@@ -96,6 +136,17 @@ impl Running {
         match self.config.reload_admin_token() {
             Ok(token) => self.service.admin.store(token.map(Arc::new)),
             Err(error) => tracing::error!(%error, "admin token not reloaded"),
+        }
+        if let Some(member) = self.service.engine.replicated()
+            && let Some(cluster) = self.config.replicated()
+        {
+            let reloaded = self.config.reload_raft_secret().map_err(anyhow::Error::from);
+            let credentials = reloaded
+                .and_then(|secret| cluster::credentials(cluster, secret.as_ref()))
+                .and_then(|credentials| member.reload(credentials).map_err(anyhow::Error::msg));
+            if let Err(error) = credentials {
+                tracing::error!(error = format!("{error:#}"), "peer credentials not reloaded");
+            }
         }
         tracing::info!("reloaded");
     }

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use dflockd_core::{Limits, Shared, Span};
-use dflockd_engine::{Clock, Engine, FenceFile, Fences, Options};
+use dflockd_engine::replica::types::AutoRelease;
+use dflockd_engine::{Clock, Engine, FenceFile, Fences, Memory, Options};
 use parking_lot::Mutex;
 
-use crate::config::{Config, GrantDelay, Secret};
+use crate::config::{Config, FollowerMode, GrantDelay, Secret};
 use crate::report;
 
 /// Runs a job that takes a while on a thread that may be busy.
@@ -28,7 +29,8 @@ pub struct Service {
     pub(crate) write_timeout: Option<Span>,
     pub(crate) idle_timeout: Option<Span>,
     pub(crate) wire_fence: bool,
-    pub(crate) release_on_disconnect: bool,
+    pub(crate) auto_release: AutoRelease,
+    pub(crate) follower_mode: FollowerMode,
     pub(crate) value_bytes_max: usize,
     pub(crate) background: Background,
     stats: Mutex<Option<Stats>>,
@@ -62,15 +64,26 @@ impl Service {
             let seconds = seconds(grant_delay);
             tracing::info!(seconds, "grants begin after the start-up delay");
         }
-        let engine = Engine::new(Options {
+        let engine = Engine::Memory(Memory::new(Options {
             limits: limits(config),
-            release_on_disconnect: config.auto_release_on_disconnect,
+            auto_release: config.disconnect_policy(),
             grant_delay,
             sweep_interval: config.lease_sweep_interval,
             shared,
             fences,
             clock,
-        });
+        }));
+        Self::around(config, engine, background)
+    }
+
+    /// The same around an engine that is there.
+    pub(crate) fn around(
+        config: &Config,
+        engine: Engine,
+        background: impl Fn(Box<dyn FnOnce() + Send>) + Send + Sync + 'static,
+    ) -> anyhow::Result<Self> {
+        let follower_mode =
+            config.replicated().map_or(FollowerMode::Auto, |cluster| cluster.follower_mode);
         Ok(Self {
             engine: Arc::new(engine),
             connections: AtomicUsize::new(0),
@@ -81,7 +94,8 @@ impl Service {
             write_timeout: some(config.write_timeout),
             idle_timeout: some(config.idle_timeout),
             wire_fence: config.wire_fence,
-            release_on_disconnect: config.auto_release_on_disconnect,
+            auto_release: config.disconnect_policy(),
+            follower_mode,
             value_bytes_max: usize::try_from(config.max_value_bytes)?,
             background: Box::new(background),
             stats: Mutex::new(None),
@@ -115,7 +129,7 @@ impl Service {
     }
 }
 
-fn limits(config: &Config) -> Limits {
+pub(crate) fn limits(config: &Config) -> Limits {
     Limits {
         locks_max: config.max_locks,
         keys_max: config.max_keys,

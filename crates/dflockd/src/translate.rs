@@ -170,7 +170,8 @@ fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
         | Refusal::NotHeld
         | Refusal::Overflow
         | Refusal::BadPattern
-        | Refusal::NoFence => ErrorCode::Error,
+        | Refusal::NoFence
+        | Refusal::Unavailable => ErrorCode::Error,
     }
 }
 

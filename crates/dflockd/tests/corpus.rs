@@ -11,9 +11,15 @@ use std::path::PathBuf;
 #[path = "../../../fuzz/src/apply.rs"]
 #[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod apply;
+#[path = "../../../fuzz/src/entry.rs"]
+#[expect(unreachable_pub, reason = "public in the fuzz crate")]
+mod entry;
 #[path = "../../../fuzz/src/line.rs"]
 #[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod line;
+#[path = "../../../fuzz/src/peer.rs"]
+#[expect(unreachable_pub, reason = "public in the fuzz crate")]
+mod peer;
 #[path = "../../../fuzz/src/request.rs"]
 #[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod request;
@@ -47,11 +53,21 @@ fn snapshot() {
     replay("snapshot", snapshot::run);
 }
 
+#[test]
+fn peer() {
+    replay("peer", peer::run);
+}
+
+#[test]
+fn entry() {
+    replay("entry", entry::run);
+}
+
 /// A replay that could not fail would prove nothing: each comparison is given something wrong.
 #[test]
 fn canary() {
     let panics = |check: &dyn Fn()| catch_unwind(AssertUnwindSafe(check)).is_err();
-    for target in ["line", "request", "apply", "snapshot"] {
+    for target in ["line", "request", "apply", "snapshot", "peer", "entry"] {
         assert!(panics(&|| replay(target, |data| assert!(data.len() < 8, "canary"))), "{target}");
     }
 
@@ -72,6 +88,16 @@ fn canary() {
     let snapshots = apply::snapshots(&inputs[0].1);
     snapshot::check_same(&snapshots[0]);
     assert!(panics(&|| snapshot::check_same(&snapshots[0][1..])));
+
+    let frame = b"\x05\x01\0\0\0\0\0\0\0\x07\0\0\0\0\0\0\0";
+    let again = peer::decode(frame).expect("an acknowledgement").encode();
+    peer::check_same(frame, &again);
+    assert!(panics(&|| peer::check_same(frame, &again[1..])));
+
+    let payloads = [1, 2].map(|stamp| [1, stamp, 0, 0, 0, 0, 0, 0, 0]);
+    let [one, other] = payloads.each_ref().map(|payload| entry::read(payload).expect("empty"));
+    entry::check_same(&one, &one);
+    assert!(panics(&|| entry::check_same(&one, &other)));
 }
 
 /// Runs every file of a corpus.

@@ -1,0 +1,296 @@
+//! Changes of the cluster that an operator asks for. Any member takes the request, the leader decides.
+
+use std::collections::BTreeMap;
+
+use dflockd_core::{Span, Timestamp};
+use serde::{Deserialize, Serialize};
+
+use super::codec::{self, Frame};
+use super::types::{Member, MemberChange, Order, Policy, RaftId, Run};
+use super::{NodeEvent, Outgoing, Outputs, Replica};
+
+/// How long a request may take.
+const PATIENCE: Span = Span::from_secs(10);
+/// A request that was not answered is sent again after this.
+const AGAIN: Span = Span::from_millis(300);
+/// How far behind a learner may be to become a voter.
+const LEVEL: u64 = 1000;
+
+/// What an operator can ask for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AdminRequest {
+    /// A new member, as a learner.
+    Add {
+        /// Its name.
+        node: String,
+        /// Where its peers dial it.
+        peer_addr: String,
+        /// Where clients find it.
+        client_addr: String,
+        /// It keeps the log, but no state.
+        witness: bool,
+    },
+    /// A learner becomes a voter.
+    Promote {
+        /// Its name.
+        node: String,
+    },
+    /// A member goes for ever.
+    Remove {
+        /// Its name.
+        node: String,
+    },
+    /// Another voter leads: the named one, or the one that is farthest.
+    Transfer {
+        /// Its name.
+        to: Option<String>,
+    },
+    /// What all decide by from now on.
+    SetPolicy(Box<Policy>),
+}
+
+/// What came of it: an error says why not.
+pub type AdminResult = Result<(), String>;
+
+#[derive(Default)]
+pub(super) struct Admins {
+    /// Asked of this node.
+    asked: BTreeMap<u64, Asked>,
+    /// For this node to decide, as long as it leads.
+    to_decide: Vec<(RaftId, u64, AdminRequest)>,
+    /// Proposed by this node: who asked, and the entry that will tell.
+    proposed: Vec<Proposed>,
+}
+
+struct Asked {
+    request: AdminRequest,
+    give_up_at: Timestamp,
+    sent_at: Option<Timestamp>,
+}
+
+struct Proposed {
+    origin: RaftId,
+    id: u64,
+    index: u64,
+    term: u64,
+}
+
+impl Admins {
+    pub(super) fn ask(&mut self, id: u64, request: AdminRequest, now: Timestamp) {
+        let asked = Asked { request, give_up_at: now + PATIENCE, sent_at: None };
+        self.asked.insert(id, asked);
+    }
+
+    pub(super) fn forwarded(&mut self, origin: RaftId, id: u64, request: AdminRequest) {
+        let is_same = |known: &(RaftId, u64, AdminRequest)| (known.0, known.1) == (origin, id);
+        let is_running = self.proposed.iter().any(|p| (p.origin, p.id) == (origin, id));
+        if !is_running && !self.to_decide.iter().any(is_same) {
+            self.to_decide.push((origin, id, request));
+        }
+    }
+
+    pub(super) fn answered(&mut self, id: u64, result: AdminResult) -> Option<AdminResult> {
+        self.asked.remove(&id).map(|_| result)
+    }
+
+    /// Gives up what took too long.
+    pub(super) fn look(&mut self, now: Timestamp) -> Vec<(u64, AdminResult)> {
+        let over: Vec<u64> = self
+            .asked
+            .iter()
+            .filter(|(_, asked)| asked.give_up_at <= now)
+            .map(|(&id, _)| id)
+            .collect();
+        let unknown = || Err("no answer in time; it may still happen".to_owned());
+        over.into_iter().filter_map(|id| Some((id, self.answered(id, unknown())?))).collect()
+    }
+
+    /// An entry was applied: whose request it decides, and how.
+    pub(super) fn applied(
+        &mut self,
+        index: u64,
+        term: u64,
+        is_change: bool,
+    ) -> Vec<(RaftId, u64, AdminResult)> {
+        let mut decided = Vec::new();
+        self.proposed.retain(|proposed| {
+            if proposed.index > index {
+                return true;
+            }
+            let done = proposed.index == index && proposed.term == term && is_change;
+            let refused = || Err("the cluster did not take the change; try again".to_owned());
+            decided.push((proposed.origin, proposed.id, if done { Ok(()) } else { refused() }));
+            false
+        });
+        decided
+    }
+}
+
+/// What the leader makes of a request.
+enum Decision {
+    Now(AdminResult),
+    /// When the entry at this index is applied.
+    At(u64),
+    /// It can not be decided yet; whoever asks will ask again.
+    Later,
+}
+
+impl Replica {
+    /// Sends on or decides what was asked.
+    pub(super) fn serve_admins(&mut self, outputs: &mut Outputs) {
+        let leader = self.consensus.leader();
+        let own = self.id();
+        let mut mine = Vec::new();
+        for (&id, asked) in &mut self.admins.asked {
+            let waits = asked.sent_at.is_some_and(|sent| self.now.since(sent) < AGAIN);
+            let Some(leader) = leader else { break };
+            if waits {
+                continue;
+            }
+            asked.sent_at = Some(self.now);
+            if leader == own {
+                mine.push((id, asked.request.clone()));
+            } else {
+                let request = codec::pack(&asked.request).into();
+                let bytes = Frame::Admin { id, request }.encode();
+                outputs.frames.push(Outgoing { to: leader, bulk: false, bytes });
+            }
+        }
+        for (id, request) in mine {
+            self.admins.forwarded(own, id, request);
+        }
+        for (origin, id, request) in std::mem::take(&mut self.admins.to_decide) {
+            match self.decide(request) {
+                Decision::Now(result) => self.answer_admin(origin, id, result, outputs),
+                Decision::At(index) => {
+                    let term = self.consensus.term();
+                    self.admins.proposed.push(Proposed { origin, id, index, term });
+                }
+                Decision::Later => {}
+            }
+        }
+    }
+
+    pub(super) fn answer_admin(
+        &mut self,
+        origin: RaftId,
+        id: u64,
+        result: AdminResult,
+        outputs: &mut Outputs,
+    ) {
+        if origin == self.id() {
+            if let Some(result) = self.admins.answered(id, result) {
+                self.queue.push(NodeEvent::Admin(id, result));
+            }
+            return;
+        }
+        let reply = codec::pack(&result).into();
+        let bytes = Frame::AdminReply { id, reply }.encode();
+        outputs.frames.push(Outgoing { to: origin, bulk: false, bytes });
+    }
+
+    fn decide(&mut self, request: AdminRequest) -> Decision {
+        if !self.is_open() || self.consensus.is_transferring() {
+            return Decision::Later;
+        }
+        let change = match request {
+            AdminRequest::Add { node, peer_addr, client_addr, witness } => {
+                let member = Member { node, peer_addr, client_addr, witness, disk: None };
+                match self.check_new(&member) {
+                    Err(result) => return Decision::Now(result),
+                    Ok(()) => MemberChange::Add { raft_id: self.machine.next_raft_id(), member },
+                }
+            }
+            AdminRequest::Promote { node } => match self.member(&node) {
+                None => return refused(format!("no member has the id {node}")),
+                Some(raft_id) if self.consensus.is_voter(raft_id) => return Decision::Now(Ok(())),
+                Some(raft_id) => {
+                    let matched = self.consensus.progress(raft_id).map_or(0, |(at, _)| at);
+                    if matched + LEVEL < self.consensus.commit() || matched == 0 {
+                        return refused(format!("{node} has not caught up yet"));
+                    }
+                    MemberChange::Promote { raft_id }
+                }
+            },
+            AdminRequest::Remove { node } => match self.member(&node) {
+                None if self.machine.is_retired(&node) => return Decision::Now(Ok(())),
+                None => return refused(format!("no member has the id {node}")),
+                Some(raft_id) if raft_id == self.id() => {
+                    // A leader can not remove itself: somebody else must lead first, and will be asked again.
+                    return match self.best_successor() {
+                        Some(to) => {
+                            self.consensus.transfer(to);
+                            Decision::Later
+                        }
+                        None => refused("nobody could lead after this node is gone".into()),
+                    };
+                }
+                Some(raft_id) => MemberChange::Remove { raft_id },
+            },
+            AdminRequest::Transfer { to } => return self.decide_transfer(to),
+            AdminRequest::SetPolicy(policy) => {
+                self.orders.push(Order::Policy(policy));
+                return Decision::Now(Ok(()));
+            }
+        };
+        if self.consensus.has_pending_change() {
+            return refused("another change of the membership is under way".into());
+        }
+        if self.consensus.propose_change(&change) {
+            Decision::At(self.consensus.last_index())
+        } else {
+            Decision::Later
+        }
+    }
+
+    fn decide_transfer(&mut self, to: Option<String>) -> Decision {
+        let target = match to {
+            None => match self.best_successor() {
+                Some(raft_id) => raft_id,
+                None => return refused("no other voter is there".into()),
+            },
+            Some(node) => match self.member(&node) {
+                Some(raft_id) if raft_id == self.id() => return Decision::Now(Ok(())),
+                Some(raft_id) if self.consensus.is_voter(raft_id) => {
+                    if self.machine.members()[&raft_id].witness {
+                        return refused(format!("{node} is a witness and can not lead"));
+                    }
+                    raft_id
+                }
+                _ => return refused(format!("no voter has the id {node}")),
+            },
+        };
+        self.consensus.transfer(target);
+        Decision::Now(Ok(()))
+    }
+
+    fn check_new(&self, member: &Member) -> Result<(), AdminResult> {
+        if let Some(known) = self.machine.members().values().find(|known| known.node == member.node)
+        {
+            let same = (&known.peer_addr, known.witness) == (&member.peer_addr, member.witness);
+            let no = || Err(format!("{} is a member with another address or role", member.node));
+            return Err(if same { Ok(()) } else { no() });
+        }
+        if self.machine.is_retired(&member.node) {
+            let why = "was removed once; a node id is never used again";
+            return Err(Err(format!("{} {why}", member.node)));
+        }
+        let mut members = self.machine.members().values();
+        if members.any(|known| known.peer_addr == member.peer_addr) {
+            return Err(Err(format!("another member has the address {}", member.peer_addr)));
+        }
+        if self.machine.next_raft_id() > Run::RAFT_ID_MAX {
+            return Err(Err("no member numbers are left".into()));
+        }
+        Ok(())
+    }
+
+    fn member(&self, node: &str) -> Option<RaftId> {
+        let mut members = self.machine.members().iter();
+        members.find(|(_, member)| member.node == node).map(|(&id, _)| id)
+    }
+}
+
+fn refused(why: String) -> Decision {
+    Decision::Now(Err(why))
+}

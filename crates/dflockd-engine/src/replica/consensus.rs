@@ -1,0 +1,476 @@
+//! The Raft library, and the only place that knows it as more than message types: `RawNode` with its log tail in
+//! memory, election timeouts that are a pure function of a seed, and its log lines.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+use raft::eraftpb::{
+    ConfChange, ConfChangeType, ConfState, Entry, EntryType, HardState, Message, MessageType,
+    Snapshot, SnapshotMetadata,
+};
+use raft::{
+    GetEntriesContext, RaftState, RawNode, ReadOnlyOption, SnapshotStatus, StateRole, Storage,
+    StorageError,
+};
+
+use super::codec;
+use super::types::{MemberChange, RaftId};
+
+pub(crate) use raft::Ready;
+
+/// How Raft is to run.
+#[derive(Clone, Debug)]
+pub struct RaftConfig {
+    /// This member.
+    pub id: RaftId,
+    /// Ticks without a leader after which a member wants to be one; at random up to twice this.
+    pub election_ticks: usize,
+    /// Ticks between heartbeats.
+    pub heartbeat_ticks: usize,
+    /// Where election timeouts come from.
+    pub seed: u64,
+}
+
+const MESSAGE_BYTES_MAX: u64 = 1 << 20;
+const UNCOMMITTED_BYTES_MAX: u64 = 64 << 20;
+const IN_FLIGHT_MAX: usize = 256;
+
+/// One member's part in the consensus.
+pub(crate) struct Consensus {
+    node: RawNode<Tail>,
+    seed: u64,
+    election_ticks: usize,
+    /// How often it wanted to lead, so that each attempt has another timeout.
+    campaigns: u64,
+    last: (u64, StateRole),
+}
+
+impl Consensus {
+    pub(crate) fn new(config: &RaftConfig, tail: Tail) -> raft::Result<Self> {
+        let raft_config = raft::Config {
+            id: config.id,
+            election_tick: config.election_ticks,
+            heartbeat_tick: config.heartbeat_ticks,
+            min_election_tick: config.election_ticks,
+            max_election_tick: config.election_ticks * 2,
+            applied: tail.snapshot.index,
+            max_size_per_msg: MESSAGE_BYTES_MAX,
+            max_inflight_msgs: IN_FLIGHT_MAX,
+            max_uncommitted_size: UNCOMMITTED_BYTES_MAX,
+            check_quorum: true,
+            pre_vote: true,
+            read_only_option: ReadOnlyOption::Safe,
+            ..raft::Config::default()
+        };
+        let logger = slog::Logger::root(TracingDrain, slog::o!());
+        let node = RawNode::new(&raft_config, tail, &logger)?;
+        let last = (node.raft.term, node.raft.state);
+        let (seed, election_ticks) = (config.seed, config.election_ticks);
+        let mut consensus = Self { node, seed, election_ticks, campaigns: 0, last };
+        consensus.settle();
+        Ok(consensus)
+    }
+
+    /// Sets the election timeout by a function of what everybody can see, after each call into the library: its own
+    /// random draws must not matter.
+    fn settle(&mut self) {
+        let raft = &mut self.node.raft;
+        let seen = (raft.term, raft.state);
+        if seen != self.last {
+            if matches!(raft.state, StateRole::Candidate | StateRole::PreCandidate) {
+                self.campaigns += 1;
+            }
+            self.last = seen;
+        }
+        let mut hash = self.seed ^ raft.id.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        for value in [raft.term, raft.state as u64, self.campaigns] {
+            hash = (hash ^ value).wrapping_mul(0xff51_afd7_ed55_8ccd);
+            hash ^= hash >> 32;
+        }
+        let spread = self.election_ticks as u64;
+        let extra = usize::try_from(hash % spread).expect("smaller than a usize");
+        raft.set_randomized_election_timeout(self.election_ticks + extra);
+    }
+
+    pub(crate) fn tick(&mut self) {
+        self.node.tick();
+        self.settle();
+    }
+
+    pub(crate) fn step(&mut self, message: Message) {
+        // What does not fit (an unknown sender, a dropped proposal) is not an error between members.
+        if let Err(error) = self.node.step(message) {
+            tracing::debug!(%error, "a message was not used");
+        }
+        self.settle();
+    }
+
+    /// Proposes entries all at once. False if they were not taken.
+    pub(crate) fn propose(&mut self, payloads: Vec<Bytes>) -> bool {
+        let mut message = Message { msg_type: MessageType::MsgPropose, ..Message::default() };
+        message.from = self.node.raft.id;
+        let entries = payloads.into_iter().map(|data| Entry { data, ..Entry::default() });
+        message.entries = entries.collect::<Vec<_>>().into();
+        let taken = self.node.step(message).is_ok();
+        self.settle();
+        taken
+    }
+
+    /// Proposes a change of the membership. False if it was not taken.
+    pub(crate) fn propose_change(&mut self, change: &MemberChange) -> bool {
+        let context = codec::encode_member_change(change).to_vec();
+        let taken = self.node.propose_conf_change(context, conf_change(change)).is_ok();
+        self.settle();
+        taken
+    }
+
+    /// The membership has changed as an entry says.
+    pub(crate) fn apply_change(&mut self, change: &MemberChange) -> raft::Result<ConfState> {
+        let state = self.node.apply_conf_change(&conf_change(change));
+        self.settle();
+        state
+    }
+
+    pub(crate) fn has_ready(&self) -> bool {
+        self.node.has_ready()
+    }
+
+    pub(crate) fn ready(&mut self) -> Ready {
+        self.node.ready()
+    }
+
+    /// What was ready can be read from the tail now.
+    pub(crate) fn advance(&mut self, ready: Ready) {
+        self.node.advance_append_async(ready);
+        self.settle();
+    }
+
+    pub(crate) fn persisted(&mut self, number: u64) {
+        self.node.on_persist_ready(number);
+        self.settle();
+    }
+
+    /// What is applied. A snapshot is at once, but for Raft only when it is written.
+    pub(crate) fn applied(&mut self, index: u64) {
+        let index = index.min(self.node.raft.raft_log.persisted);
+        if index > self.node.raft.raft_log.applied {
+            self.node.advance_apply_to(index);
+        }
+        self.settle();
+    }
+
+    pub(crate) fn read_index(&mut self, context: u64) {
+        self.node.read_index(context.to_le_bytes().to_vec());
+        self.settle();
+    }
+
+    pub(crate) fn transfer(&mut self, to: RaftId) {
+        self.node.transfer_leader(to);
+        self.settle();
+    }
+
+    pub(crate) fn is_transferring(&self) -> bool {
+        self.node.raft.lead_transferee.is_some()
+    }
+
+    /// Gives leadership up without a successor.
+    pub(crate) fn step_down(&mut self) {
+        let term = self.node.raft.term;
+        self.node.raft.become_follower(term, raft::INVALID_ID);
+        self.settle();
+    }
+
+    pub(crate) fn report_unreachable(&mut self, id: RaftId) {
+        self.node.report_unreachable(id);
+        self.settle();
+    }
+
+    pub(crate) fn report_snapshot(&mut self, id: RaftId, arrived: bool) {
+        let status = if arrived { SnapshotStatus::Finish } else { SnapshotStatus::Failure };
+        self.node.report_snapshot(id, status);
+        self.settle();
+    }
+
+    /// The leader's process is gone: this member wants to lead after `ticks`, but no sooner than it may vote for others.
+    pub(crate) fn hurry(&mut self, ticks: usize) {
+        let raft = &mut self.node.raft;
+        let timeout = raft.randomized_election_timeout();
+        let elapsed = timeout.saturating_sub(ticks).max(raft.election_timeout());
+        raft.election_elapsed = raft.election_elapsed.max(elapsed.min(timeout));
+    }
+
+    /// The election timer starts anew.
+    pub(crate) fn calm(&mut self) {
+        self.node.raft.election_elapsed = 0;
+    }
+
+    pub(crate) fn is_leader(&self) -> bool {
+        self.node.raft.state == StateRole::Leader
+    }
+
+    pub(crate) fn role(&self) -> &'static str {
+        match self.node.raft.state {
+            StateRole::Leader => "leader",
+            StateRole::Follower => "follower",
+            StateRole::Candidate => "candidate",
+            StateRole::PreCandidate => "pre-candidate",
+        }
+    }
+
+    pub(crate) fn leader(&self) -> Option<RaftId> {
+        Some(self.node.raft.leader_id).filter(|&id| id != raft::INVALID_ID)
+    }
+
+    pub(crate) fn term(&self) -> u64 {
+        self.node.raft.term
+    }
+
+    pub(crate) fn last_index(&self) -> u64 {
+        self.node.raft.raft_log.last_index()
+    }
+
+    pub(crate) fn commit(&self) -> u64 {
+        self.node.raft.raft_log.committed
+    }
+
+    pub(crate) fn has_pending_change(&self) -> bool {
+        self.node.raft.has_pending_conf()
+    }
+
+    pub(crate) fn conf_state(&self) -> ConfState {
+        self.node.raft.prs().conf().to_conf_state()
+    }
+
+    pub(crate) fn is_voter(&self, id: RaftId) -> bool {
+        self.node.raft.prs().conf().voters().contains(id)
+    }
+
+    /// How far the leader knows a member's log to reach, and whether it has been heard of lately.
+    pub(crate) fn progress(&self, id: RaftId) -> Option<(u64, bool)> {
+        self.node.raft.prs().get(id).map(|progress| (progress.matched, progress.recent_active))
+    }
+
+    pub(crate) fn tail(&self) -> &Tail {
+        self.node.store()
+    }
+
+    pub(crate) fn tail_mut(&mut self) -> &mut Tail {
+        self.node.mut_store()
+    }
+}
+
+fn conf_change(change: &MemberChange) -> ConfChange {
+    let (change_type, node_id) = match change {
+        MemberChange::Add { raft_id, .. } => (ConfChangeType::AddLearnerNode, *raft_id),
+        MemberChange::Promote { raft_id } => (ConfChangeType::AddNode, *raft_id),
+        MemberChange::Remove { raft_id } => (ConfChangeType::RemoveNode, *raft_id),
+    };
+    ConfChange { change_type, node_id, ..ConfChange::default() }
+}
+
+/// The change in an entry, if it is one.
+pub(crate) fn change_of(entry: &Entry) -> Option<MemberChange> {
+    match entry.entry_type {
+        EntryType::EntryNormal => None,
+        EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => {
+            codec::decode_member_change(&entry.context).ok()
+        }
+    }
+}
+
+/// The log since the last cut, and the newest snapshot, in memory: Raft reads from here, the disk only at the start.
+pub(crate) struct Tail {
+    pub(crate) hard_state: HardState,
+    /// The newest snapshot; the entries behind it are all there.
+    pub(crate) snapshot: SnapshotMetadata,
+    pub(crate) snapshot_data: Bytes,
+    /// Index and term of the last entry that was cut away, at most the snapshot's.
+    cut: (u64, u64),
+    /// From `cut.0 + 1` on, without gaps.
+    entries: VecDeque<Entry>,
+    /// A member needs a newer snapshot than there is.
+    wanted: Cell<bool>,
+}
+
+impl Tail {
+    /// # Errors
+    ///
+    /// If the entries do not continue the snapshot.
+    pub(crate) fn new(
+        mut hard_state: HardState,
+        snapshot: SnapshotMetadata,
+        snapshot_data: Bytes,
+        entries: Vec<Entry>,
+    ) -> Result<Self, String> {
+        // The commit index is not synced by itself, and a snapshot holds only what was committed.
+        hard_state.commit = hard_state.commit.max(snapshot.index);
+        let after: VecDeque<Entry> =
+            entries.into_iter().filter(|entry| entry.index > snapshot.index).collect();
+        let contiguous =
+            (snapshot.index + 1..).zip(&after).all(|(index, entry)| entry.index == index);
+        if !contiguous {
+            return Err("the log does not continue its snapshot".into());
+        }
+        let cut = (snapshot.index, snapshot.term);
+        let last = cut.0 + after.len() as u64;
+        if hard_state.commit > last {
+            return Err(format!(
+                "entries up to {} were committed, the log ends at {last}",
+                hard_state.commit
+            ));
+        }
+        let wanted = Cell::new(false);
+        Ok(Self { hard_state, snapshot, snapshot_data, cut, entries: after, wanted })
+    }
+
+    pub(crate) fn append(&mut self, entries: &[Entry]) {
+        let Some(first) = entries.first() else { return };
+        assert!(first.index > self.cut.0, "an entry that was cut away comes again");
+        let keep = first.index - self.cut.0 - 1;
+        assert!(keep <= self.entries.len() as u64, "the log would have a gap");
+        self.entries.truncate(position(keep));
+        self.entries.extend(entries.iter().cloned());
+    }
+
+    /// A received snapshot replaces everything.
+    pub(crate) fn install(&mut self, metadata: SnapshotMetadata, data: Bytes) {
+        self.hard_state.commit = self.hard_state.commit.max(metadata.index);
+        self.cut = (metadata.index, metadata.term);
+        self.entries.clear();
+        self.snapshot = metadata;
+        self.snapshot_data = data;
+    }
+
+    /// A snapshot of what is in the log was made; entries up to `cut` go.
+    pub(crate) fn compact(&mut self, metadata: SnapshotMetadata, data: Bytes, cut: u64) {
+        assert!(metadata.index > self.snapshot.index && cut <= metadata.index, "snapshots grow");
+        if cut > self.cut.0
+            && let Some(term) = self.term_at(cut)
+        {
+            self.entries.drain(..position(cut - self.cut.0));
+            self.cut = (cut, term);
+        }
+        self.snapshot = metadata;
+        self.snapshot_data = data;
+    }
+
+    /// Whether a newer snapshot was asked for since the last call.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.wanted.take()
+    }
+
+    /// The first entry that is still there.
+    pub(crate) fn first(&self) -> u64 {
+        self.cut.0 + 1
+    }
+
+    pub(crate) fn last(&self) -> u64 {
+        self.cut.0 + self.entries.len() as u64
+    }
+
+    pub(crate) fn term_at(&self, index: u64) -> Option<u64> {
+        if index == self.cut.0 {
+            return Some(self.cut.1);
+        }
+        let position = position(index.checked_sub(self.cut.0 + 1)?);
+        self.entries.get(position).map(|entry| entry.term)
+    }
+
+    /// Entries from `low` up to and without `high`.
+    pub(crate) fn slice(&self, low: u64, high: u64) -> impl Iterator<Item = &Entry> {
+        let (from, to) = (low - self.cut.0 - 1, high - self.cut.0 - 1);
+        self.entries.range(position(from)..position(to))
+    }
+}
+
+fn position(distance: u64) -> usize {
+    usize::try_from(distance).expect("entries in memory are fewer than a usize can count")
+}
+
+impl Storage for Tail {
+    fn initial_state(&self) -> raft::Result<RaftState> {
+        let conf_state = self.snapshot.conf_state.clone().unwrap_or_default();
+        Ok(RaftState::new(self.hard_state.clone(), conf_state))
+    }
+
+    fn entries(
+        &self,
+        low: u64,
+        high: u64,
+        max_size: impl Into<Option<u64>>,
+        _context: GetEntriesContext,
+    ) -> raft::Result<Vec<Entry>> {
+        if low <= self.cut.0 {
+            return Err(StorageError::Compacted.into());
+        }
+        if high > self.last() + 1 {
+            return Err(StorageError::Unavailable.into());
+        }
+        let bytes_max = max_size.into().unwrap_or(u64::MAX);
+        let mut bytes = 0;
+        let mut taken = Vec::new();
+        for entry in self.slice(low, high) {
+            bytes += entry.data.len() as u64 + 16;
+            if bytes > bytes_max && !taken.is_empty() {
+                break;
+            }
+            taken.push(entry.clone());
+        }
+        Ok(taken)
+    }
+
+    fn term(&self, index: u64) -> raft::Result<u64> {
+        if index == self.snapshot.index {
+            return Ok(self.snapshot.term);
+        }
+        if index < self.cut.0 {
+            return Err(StorageError::Compacted.into());
+        }
+        self.term_at(index).ok_or_else(|| StorageError::Unavailable.into())
+    }
+
+    fn first_index(&self) -> raft::Result<u64> {
+        Ok(self.first())
+    }
+
+    fn last_index(&self) -> raft::Result<u64> {
+        Ok(self.last())
+    }
+
+    fn snapshot(&self, request_index: u64, to: u64) -> raft::Result<Snapshot> {
+        // A member does not take a snapshot of a cluster that it was not in yet.
+        let conf_state = self.snapshot.get_conf_state();
+        let knows = conf_state.voters.contains(&to) || conf_state.learners.contains(&to);
+        if self.snapshot.index < request_index || self.snapshot.index == 0 || !knows {
+            self.wanted.set(true);
+            return Err(StorageError::SnapshotTemporarilyUnavailable.into());
+        }
+        let mut snapshot = Snapshot { data: self.snapshot_data.clone(), ..Snapshot::default() };
+        snapshot.set_metadata(self.snapshot.clone());
+        Ok(snapshot)
+    }
+}
+
+/// Raft's own log lines, for those who debug.
+struct TracingDrain;
+
+impl slog::Drain for TracingDrain {
+    type Ok = ();
+    type Err = slog::Never;
+
+    fn log(
+        &self,
+        record: &slog::Record<'_>,
+        _values: &slog::OwnedKVList,
+    ) -> Result<(), slog::Never> {
+        match record.level() {
+            slog::Level::Critical | slog::Level::Error => tracing::error!("raft: {}", record.msg()),
+            slog::Level::Warning => tracing::warn!("raft: {}", record.msg()),
+            slog::Level::Info | slog::Level::Debug | slog::Level::Trace => {
+                tracing::debug!("raft: {}", record.msg());
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,562 @@
+//! The replicated state: the store, and what a cluster must agree on besides it.
+//!
+//! [`Machine::apply`] is a function of the committed log alone: members, the lives of nodes, kept sessions, the policy
+//! and the store change here and nowhere else. Every member applies every entry; what comes of it for clients is
+//! handed out as [`Event`]s, of which each node uses those for its own connections.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use dflockd_core::{
+    Caller, Command, Effect, Outcome, Refusal, RequestId, SessionId, Shared, Span, Store, Timestamp,
+};
+use serde::{Deserialize, Serialize};
+
+use super::codec::{self, Malformed, Section};
+use super::types::{
+    Action, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, RaftId, Run, Start,
+};
+
+/// How long a kept session waits for a new connection at least.
+const KEPT_FOR: Span = Span::from_secs(10);
+
+/// The byte form of the whole machine.
+const VERSION: u8 = 1;
+
+/// The replicated state of one member.
+pub struct Machine {
+    registry: Registry,
+    /// None before the first leader's `Init`, and always on a witness.
+    store: Option<Store>,
+    shared: Arc<Shared>,
+    /// Mirrors `registry.kept`.
+    by_secret: BTreeMap<Bits128, SessionId>,
+    /// A witness follows membership and time, but keeps no state.
+    witness: bool,
+    effects: Vec<Effect>,
+}
+
+/// What the members agree on besides the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Registry {
+    cluster: Bits128,
+    now: Timestamp,
+    members: BTreeMap<RaftId, Member>,
+    last_raft_id: RaftId,
+    /// Names that were removed and may not come back.
+    retired: BTreeSet<String>,
+    /// The newest life of each member.
+    runs: BTreeMap<RaftId, RunState>,
+    kept: BTreeMap<SessionId, Kept>,
+    /// Ended while their connections were not closed yet: nothing these sent meanwhile may bring them back.
+    dead: BTreeSet<SessionId>,
+    policy: Option<Box<Policy>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct RunState {
+    run: Run,
+    /// The last of its items that was applied.
+    seq: u64,
+    /// Not given up by the others.
+    live: bool,
+}
+
+/// A session that outlives its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Kept {
+    secret: Bits128,
+    epoch: u32,
+    /// Where it is attached.
+    home: Option<Run>,
+    /// The connection that began it has ended, so nothing more can come from there.
+    left: bool,
+}
+
+/// What applying an entry brought about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// For a session, by the store.
+    Effect(Effect),
+    /// A connection's session has become another one.
+    Attached {
+        /// The session the connection had.
+        by: SessionId,
+        /// The request that asked for it.
+        request: RequestId,
+        /// The kept session and how often it was attached; none if there is no such session.
+        to: Option<(SessionId, u32)>,
+    },
+    /// What an attachment sent came too late: the session is no longer its own.
+    Gone {
+        /// The session as the attachment knew it.
+        session: SessionId,
+        /// How often it was attached then.
+        epoch: u32,
+        /// What was asked.
+        request: RequestId,
+    },
+    /// A session was ended by an operator.
+    Kicked {
+        /// Which.
+        session: SessionId,
+    },
+    /// A node began a life.
+    RunStarted(Run),
+    /// The others gave a node up, or it began a new life.
+    RunEnded(Run),
+    /// The members or their addresses have changed.
+    Members,
+    /// What all decide by has changed.
+    PolicyChanged,
+    /// The digest of a snapshot, as the leader has it.
+    Digest {
+        /// Of the snapshot.
+        index: u64,
+        /// SHA-256.
+        digest: [u8; 32],
+    },
+}
+
+impl Machine {
+    /// The state at the very beginning of a cluster.
+    #[must_use]
+    pub fn new(cluster: Bits128, members: BTreeMap<RaftId, Member>) -> Self {
+        let registry = Registry {
+            cluster,
+            now: Timestamp(0),
+            last_raft_id: members.keys().max().copied().unwrap_or(0),
+            members,
+            retired: BTreeSet::new(),
+            runs: BTreeMap::new(),
+            kept: BTreeMap::new(),
+            dead: BTreeSet::new(),
+            policy: None,
+        };
+        Self::with(registry, None, Arc::new(Shared::new()), false)
+    }
+
+    fn with(registry: Registry, store: Option<Store>, shared: Arc<Shared>, witness: bool) -> Self {
+        let kept = registry.kept.iter();
+        let by_secret = kept.map(|(&session, kept)| (kept.secret, session)).collect();
+        Self { registry, store, shared, by_secret, witness, effects: Vec::new() }
+    }
+
+    /// The whole state as bytes; equal states give equal bytes.
+    ///
+    /// # Panics
+    ///
+    /// If memory runs out.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<u8> {
+        let registry = postcard::to_extend(&self.registry, vec![VERSION]);
+        let mut bytes = registry.expect("memory is all it needs");
+        match &self.store {
+            None => bytes.push(0),
+            Some(store) => {
+                bytes.push(1);
+                bytes.extend_from_slice(&store.snapshot());
+            }
+        }
+        bytes
+    }
+
+    /// The state that was written by [`Machine::snapshot`]. A witness leaves the store aside.
+    ///
+    /// # Errors
+    ///
+    /// If the bytes are not such a state.
+    pub fn restore(bytes: &[u8], witness: bool) -> Result<Self, String> {
+        let Some((&VERSION, rest)) = bytes.split_first() else {
+            return Err("a snapshot of an unknown version".into());
+        };
+        let (registry, rest) = postcard::take_from_bytes::<Registry>(rest)
+            .map_err(|error| format!("the registry of a snapshot: {error}"))?;
+        let shared = Arc::new(Shared::new());
+        let store = match rest.split_first() {
+            Some((0, [])) => None,
+            Some((1, _)) if witness => None,
+            Some((1, bytes)) => {
+                let store = Store::restore(bytes, Arc::clone(&shared));
+                Some(store.map_err(|error| error.to_string())?)
+            }
+            _ => return Err("a snapshot that ends too early".into()),
+        };
+        Ok(Self::with(registry, store, shared, witness))
+    }
+
+    /// Applies the payload of a log entry.
+    ///
+    /// # Errors
+    ///
+    /// If it is not one: all members see the same bytes, so none may go on.
+    pub fn apply(&mut self, payload: &[u8], events: &mut Vec<Event>) -> Result<(), Malformed> {
+        let stamp = codec::stamp_of(payload)?;
+        assert!(self.registry.now <= stamp, "{stamp:?} is before {:?}", self.registry.now);
+        self.registry.now = stamp;
+        // What has ended by now ends first, whatever the entry brings (R3).
+        self.run_store(NOBODY, Command::Tick, events);
+        for section in codec::sections(payload) {
+            match section? {
+                Section::Order(order) => self.execute_order(order, events),
+                Section::Batch { run, first_seq, items, .. } => {
+                    for (seq, item) in (first_seq..).zip(items) {
+                        self.execute_item(run, seq, item?, events);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Applies a change of the membership.
+    pub fn apply_change(&mut self, change: MemberChange, events: &mut Vec<Event>) {
+        match change {
+            MemberChange::Add { raft_id, member } => {
+                self.registry.last_raft_id = self.registry.last_raft_id.max(raft_id);
+                self.registry.members.insert(raft_id, member);
+            }
+            // Who votes is kept by Raft.
+            MemberChange::Promote { .. } => {}
+            MemberChange::Remove { raft_id } => {
+                if let Some(member) = self.registry.members.remove(&raft_id) {
+                    self.registry.retired.insert(member.node);
+                }
+                if let Some(RunState { run, live: true, .. }) =
+                    self.registry.runs.get(&raft_id).copied()
+                {
+                    self.end_run(run, events);
+                }
+                self.registry.runs.remove(&raft_id);
+            }
+        }
+        events.push(Event::Members);
+    }
+
+    /// The stamp of the last entry.
+    #[must_use]
+    pub fn now(&self) -> Timestamp {
+        self.registry.now
+    }
+
+    /// The store, unless this is a witness or the cluster has not begun.
+    #[must_use]
+    pub fn store(&self) -> Option<&Store> {
+        self.store.as_ref()
+    }
+
+    /// The cluster's name.
+    #[must_use]
+    pub fn cluster(&self) -> Bits128 {
+        self.registry.cluster
+    }
+
+    /// What all decide by, once the cluster has begun.
+    #[must_use]
+    pub fn policy(&self) -> Option<&Policy> {
+        self.registry.policy.as_deref()
+    }
+
+    /// The members by number.
+    #[must_use]
+    pub fn members(&self) -> &BTreeMap<RaftId, Member> {
+        &self.registry.members
+    }
+
+    /// Whether a name was removed for ever.
+    #[must_use]
+    pub fn is_retired(&self, node: &str) -> bool {
+        self.registry.retired.contains(node)
+    }
+
+    /// Whether a number was a member's once and is not any more.
+    #[must_use]
+    pub fn was_removed(&self, raft_id: RaftId) -> bool {
+        raft_id <= self.registry.last_raft_id && !self.registry.members.contains_key(&raft_id)
+    }
+
+    /// The number the next new member gets.
+    #[must_use]
+    pub fn next_raft_id(&self) -> RaftId {
+        self.registry.last_raft_id + 1
+    }
+
+    /// The newest life of a member that the others have not given up.
+    #[must_use]
+    pub fn run_of(&self, raft_id: RaftId) -> Option<Run> {
+        self.registry.runs.get(&raft_id).filter(|state| state.live).map(|state| state.run)
+    }
+
+    /// The newest life of a member, given up or not.
+    #[must_use]
+    pub fn newest_run(&self, raft_id: RaftId) -> Option<Run> {
+        self.registry.runs.get(&raft_id).map(|state| state.run)
+    }
+
+    /// The last item of a run that was applied; 0 if none. None if nothing of the run counts any more.
+    #[must_use]
+    pub fn applied_seq(&self, run: Run) -> Option<u64> {
+        match self.registry.runs.get(&run.raft_id()) {
+            Some(state) if state.run == run => state.live.then_some(state.seq),
+            Some(state) if state.run > run => None,
+            _ => Some(0),
+        }
+    }
+
+    /// When the store wants time to be looked at.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        self.store.as_ref().and_then(Store::next_deadline)
+    }
+
+    /// Whether a kept session is where an attachment left it.
+    #[must_use]
+    pub fn is_attached(&self, session: SessionId, epoch: u32) -> bool {
+        self.registry.kept.get(&session).is_some_and(|kept| kept.epoch == epoch)
+    }
+
+    fn execute_order(&mut self, order: Order, events: &mut Vec<Event>) {
+        match order {
+            Order::Init { policy, seed, fence } => {
+                if self.registry.policy.is_some() {
+                    return;
+                }
+                if !self.witness {
+                    self.shared.set_fences(fence, u64::MAX);
+                    let shared = Arc::clone(&self.shared);
+                    self.store =
+                        Some(Store::new(policy.limits.clone(), seed, shared, Timestamp(0)));
+                }
+                self.registry.policy = Some(policy);
+                events.push(Event::PolicyChanged);
+            }
+            // Its stamp was all it had to say.
+            Order::Tick => {}
+            Order::NewTerm => self.run_store(NOBODY, Command::NewTerm, events),
+            Order::NodeLost { run } => {
+                if self.run_of(run.raft_id()) == Some(run) {
+                    self.end_run(run, events);
+                }
+            }
+            Order::Policy(policy) => {
+                if let Some(store) = &mut self.store {
+                    store.set_limits(policy.limits.clone());
+                }
+                self.registry.policy = Some(policy);
+                events.push(Event::PolicyChanged);
+            }
+            Order::Digest { index, digest } => events.push(Event::Digest { index, digest }),
+        }
+    }
+
+    fn execute_item(&mut self, run: Run, seq: u64, item: Item<'_>, events: &mut Vec<Event>) {
+        let raft_id = run.raft_id();
+        if let Action::Start(start) = item.action {
+            if seq == 1 {
+                self.start_run(run, start, events);
+            }
+            return;
+        }
+        match self.registry.runs.get_mut(&raft_id) {
+            // Exactly once, in order, without gaps: what comes twice is skipped, what lacks its predecessor is sent again.
+            Some(state) if state.run == run && state.live && state.seq + 1 == seq => {
+                state.seq = seq;
+            }
+            _ => return,
+        }
+        let Item { session, epoch, request, keep, action } = item;
+        let is_own = match self.registry.kept.get(&session) {
+            Some(kept) => kept.epoch == epoch && kept.home == Some(run),
+            // A session that was kept and has ended, or was never this run's.
+            None => epoch == 0 && Run::of(session) == run,
+        };
+        let is_dead = self.registry.dead.contains(&session);
+        // What an attachment gives back or withdraws is its own business, also when the session has moved on.
+        let always = matches!(
+            action,
+            Action::Undo(_) | Action::Close { .. } | Action::Command(Command::Cancel { .. })
+        );
+        if (!is_own || is_dead) && !always {
+            events.push(Event::Gone { session, epoch, request });
+            return;
+        }
+        let caller = Caller { session, request, keep };
+        match action {
+            Action::Start(_) => unreachable!("handled above"),
+            Action::Command(command) => self.run_store(caller, command, events),
+            Action::Undo(outcome) => self.run_store(NOBODY, Command::Undo(&outcome), events),
+            Action::Keep { secret } => {
+                let kept = Kept { secret, epoch: 0, home: Some(run), left: false };
+                self.registry.kept.insert(session, kept);
+                self.by_secret.insert(secret, session);
+                // The store must know of it, or nobody would ever end it.
+                self.run_store(caller, Command::Attach, events);
+                reply(caller, Outcome::Done, events);
+            }
+            Action::Attach { secret } => self.attach(run, caller, secret, events),
+            Action::Close { orderly, referenced } => {
+                if let Some(kept) = self.registry.kept.get_mut(&session) {
+                    kept.left |= epoch == 0;
+                }
+                if !self.registry.dead.remove(&session) && is_own {
+                    self.close(session, orderly, referenced, events);
+                }
+            }
+            Action::Kick { session: kicked } => self.kick(caller, kicked, events),
+            Action::Barrier => reply(caller, Outcome::Done, events),
+        }
+    }
+
+    fn start_run(&mut self, run: Run, start: Start, events: &mut Vec<Event>) {
+        let raft_id = run.raft_id();
+        let Some(member) = self.registry.members.get_mut(&raft_id) else { return };
+        if member.disk.is_some_and(|disk| disk != start.disk) {
+            return;
+        }
+        let older = self.registry.runs.get(&raft_id).copied();
+        if older.is_some_and(|older| older.run >= run) {
+            return;
+        }
+        if member.disk.is_none() || member.client_addr != start.client_addr {
+            member.disk = Some(start.disk);
+            member.client_addr = start.client_addr;
+            events.push(Event::Members);
+        }
+        if let Some(RunState { run: older, live: true, .. }) = older {
+            self.end_run(older, events);
+        }
+        self.registry.runs.insert(raft_id, RunState { run, seq: 1, live: true });
+        events.push(Event::RunStarted(run));
+    }
+
+    /// Ends what depended on a life of a node: waits, enqueue records and subscriptions of its connections at once,
+    /// their holds with their leases. Kept sessions are only detached.
+    fn end_run(&mut self, run: Run, events: &mut Vec<Event>) {
+        if let Some(state) = self.registry.runs.get_mut(&run.raft_id()) {
+            state.live = false;
+        }
+        let kept = self.registry.kept.iter_mut().filter(|(_, kept)| kept.home == Some(run));
+        let mut detached = Vec::new();
+        for (&session, kept) in kept {
+            kept.home = None;
+            detached.push(session);
+        }
+        for session in detached {
+            self.detach(session, events);
+        }
+        let ids = run.session(0)..=run.session(u32::MAX);
+        let sessions = self.store.as_ref().map(|store| store.session_ids(ids)).unwrap_or_default();
+        for session in sessions {
+            if !self.registry.kept.contains_key(&session) {
+                let command = Command::EndSession { release: false, forced: false };
+                self.run_store(of(session), command, events);
+            }
+        }
+        self.registry.dead.retain(|&session| Run::of(session) != run);
+        events.push(Event::RunEnded(run));
+    }
+
+    fn attach(&mut self, run: Run, caller: Caller, secret: Bits128, events: &mut Vec<Event>) {
+        let Caller { session: by, request, .. } = caller;
+        let target = self.by_secret.get(&secret).copied();
+        let to = target.and_then(|session| {
+            let kept = self.registry.kept.get_mut(&session)?;
+            kept.epoch += 1;
+            kept.home = Some(run);
+            Some((session, kept.epoch))
+        });
+        if let Some((session, _)) = to {
+            self.run_store(of(session), Command::Attach, events);
+            // The connection's own session was only the way here.
+            let command = Command::EndSession { release: true, forced: false };
+            self.run_store(of(by), command, events);
+        }
+        events.push(Event::Attached { by, request, to });
+    }
+
+    fn close(
+        &mut self,
+        session: SessionId,
+        orderly: bool,
+        referenced: bool,
+        events: &mut Vec<Event>,
+    ) {
+        if let Some(kept) = self.registry.kept.get_mut(&session) {
+            kept.home = None;
+            self.detach(session, events);
+            return;
+        }
+        let Some(policy) = &self.registry.policy else { return };
+        let release = match policy.auto_release {
+            AutoRelease::Any => true,
+            AutoRelease::Clean => orderly,
+            AutoRelease::Lease => false,
+        };
+        let ttl = policy.orphan_ttl;
+        let command = if release && referenced && ttl > Span::ZERO {
+            Command::Orphan { ttl }
+        } else {
+            Command::EndSession { release, forced: false }
+        };
+        self.run_store(of(session), command, events);
+    }
+
+    fn detach(&mut self, session: SessionId, events: &mut Vec<Event>) {
+        let until = self.registry.now + KEPT_FOR;
+        self.run_store(of(session), Command::Detach { until }, events);
+    }
+
+    fn kick(&mut self, caller: Caller, kicked: SessionId, events: &mut Vec<Event>) {
+        let known =
+            self.store.as_ref().is_some_and(|store| !store.session_ids(kicked..=kicked).is_empty());
+        if known {
+            let command = Command::EndSession { release: true, forced: true };
+            self.run_store(of(kicked), command, events);
+            if self.registry.kept.contains_key(&kicked) {
+                self.forget_kept(kicked);
+            } else {
+                self.registry.dead.insert(kicked);
+            }
+            events.push(Event::Kicked { session: kicked });
+        }
+        let outcome = if known { Outcome::Done } else { Outcome::Refused(Refusal::NotHeld) };
+        reply(caller, outcome, events);
+    }
+
+    fn run_store(&mut self, caller: Caller, command: Command<'_>, events: &mut Vec<Event>) {
+        let Some(store) = &mut self.store else { return };
+        let mut ended = Vec::new();
+        store.apply(caller, command, self.registry.now, &mut self.effects);
+        for effect in self.effects.drain(..) {
+            if let Effect::SessionEnded { session } = effect {
+                ended.push(session);
+            }
+            events.push(Event::Effect(effect));
+        }
+        for session in ended {
+            self.forget_kept(session);
+        }
+    }
+
+    fn forget_kept(&mut self, session: SessionId) {
+        let Some(kept) = self.registry.kept.remove(&session) else { return };
+        self.by_secret.remove(&kept.secret);
+        let first_home = Run::of(session);
+        if !kept.left && self.run_of(first_home.raft_id()) == Some(first_home) {
+            self.registry.dead.insert(session);
+        }
+    }
+}
+
+/// The caller of commands that nobody sent.
+const NOBODY: Caller = of(SessionId(0));
+
+/// The caller of a command about a session that answers no request.
+const fn of(session: SessionId) -> Caller {
+    Caller { session, request: RequestId(0), keep: false }
+}
+
+fn reply(caller: Caller, outcome: Outcome, events: &mut Vec<Event>) {
+    let Caller { session, request, .. } = caller;
+    events.push(Event::Effect(Effect::Reply { session, request, outcome }));
+}

@@ -1,0 +1,206 @@
+//! What a cluster speaks of: members, runs of nodes, the policy all of them share, and what can stand in the log.
+
+use dflockd_core::{Command, Limits, Outcome, RequestId, SessionId, Span};
+use serde::{Deserialize, Serialize};
+
+/// The number of a member in the Raft group. Never used again after a removal.
+pub type RaftId = u64;
+
+/// 128 random bits: the name of a cluster, or the secret of a kept session.
+pub type Bits128 = [u8; 16];
+
+/// One life of a node's process: the member's number and how often it was started. Its sessions are numbered behind it,
+/// so an id of a session is never given out twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Run(pub u32);
+
+impl Run {
+    const START_BITS: u32 = 20;
+    /// The highest member number that fits.
+    pub const RAFT_ID_MAX: RaftId = (1 << (32 - Self::START_BITS)) - 1;
+    /// The highest number of starts that fits.
+    pub const START_MAX: u32 = (1 << Self::START_BITS) - 1;
+
+    /// The `start`-th life of a member.
+    ///
+    /// # Panics
+    ///
+    /// If a number is too large.
+    #[must_use]
+    pub fn new(raft_id: RaftId, start: u32) -> Self {
+        assert!(raft_id <= Self::RAFT_ID_MAX && start <= Self::START_MAX, "out of run numbers");
+        let raft_id = u32::try_from(raft_id).expect("just checked");
+        Self(raft_id << Self::START_BITS | start)
+    }
+
+    /// Whose.
+    #[must_use]
+    pub fn raft_id(self) -> RaftId {
+        u64::from(self.0 >> Self::START_BITS)
+    }
+
+    /// Its `n`-th session.
+    #[must_use]
+    pub fn session(self, n: u32) -> SessionId {
+        SessionId(u64::from(self.0) << 32 | u64::from(n))
+    }
+
+    /// The run that gave out a session's id.
+    #[must_use]
+    pub fn of(session: SessionId) -> Self {
+        Self(u32::try_from(session.0 >> 32).expect("32 bits"))
+    }
+}
+
+/// Something a client of some node wants, as it stands in the log. The node numbers what it sends, per run: `seq`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item<'a> {
+    /// For which session.
+    pub session: SessionId,
+    /// How often the session was attached when this was sent; what an older attachment sent does nothing.
+    pub epoch: u32,
+    /// What the outcome answers.
+    pub request: RequestId,
+    /// The outcome is kept for retries.
+    pub keep: bool,
+    /// What to do.
+    pub action: Action<'a>,
+}
+
+/// What an [`Item`] asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action<'a> {
+    /// The first item of each run: the node is there. Ends what its earlier runs left behind.
+    Start(Start),
+    /// A command for the store.
+    Command(Command<'a>),
+    /// A grant or a popped item could not be delivered. Stands for [`Command::Undo`], which borrows its outcome and so
+    /// can not be read from bytes.
+    Undo(Outcome),
+    /// The session outlives its connection from now on; whoever knows the secret can attach to it.
+    Keep {
+        /// Drawn by the accepting node.
+        secret: Bits128,
+    },
+    /// The connection of this session wants to be the one of a kept session.
+    Attach {
+        /// Of the kept session.
+        secret: Bits128,
+    },
+    /// The connection has ended.
+    Close {
+        /// By the client, with a FIN.
+        orderly: bool,
+        /// It had given a stable reference.
+        referenced: bool,
+    },
+    /// An operator ends a session.
+    Kick {
+        /// Which.
+        session: SessionId,
+    },
+    /// Nothing; answered when everything before it is applied.
+    Barrier,
+}
+
+/// What a node tells about itself when it starts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// Made with its data directory; another one under the same name is refused.
+    pub disk: u64,
+    /// Where clients find it.
+    pub client_addr: String,
+    /// The newest form of entries it can read.
+    pub version: u32,
+}
+
+/// A member.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// Its name, chosen by people.
+    pub node: String,
+    /// Where its peers dial it.
+    pub peer_addr: String,
+    /// Where clients find it.
+    pub client_addr: String,
+    /// It keeps the log, but no state.
+    pub witness: bool,
+    /// Its data directory, once it is known.
+    pub disk: Option<u64>,
+}
+
+/// When a connection's locks are released (GUARANTEES R8).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AutoRelease {
+    /// When it ends, however.
+    Any,
+    /// When the client closes it in an orderly way.
+    Clean,
+    /// Never; they end with their leases.
+    Lease,
+}
+
+/// Everything `apply` decides by. The same on all members, whatever their flags say.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Policy {
+    /// Of the store.
+    pub limits: Limits,
+    /// What the end of a connection means.
+    pub auto_release: AutoRelease,
+    /// How long the locks of an orderly closed connection with a stable reference stay.
+    pub orphan_ttl: Span,
+}
+
+/// Something the leader itself puts into the log.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// The very first: what the cluster decides by. Later ones do nothing.
+    Init {
+        /// Of the first leader.
+        policy: Box<Policy>,
+        /// Of the hash maps.
+        seed: u64,
+        /// The first fence.
+        fence: u64,
+    },
+    /// Only time passes.
+    Tick,
+    /// A new leader begins.
+    NewTerm,
+    /// A node has been silent for long.
+    NodeLost {
+        /// The life that was lost.
+        run: Run,
+    },
+    /// What all decide by from now on.
+    Policy(Box<Policy>),
+    /// The digest of the snapshot at an index: who has another one has gone wrong.
+    Digest {
+        /// Of the snapshot.
+        index: u64,
+        /// SHA-256.
+        digest: [u8; 32],
+    },
+}
+
+/// A change of the membership, in the context of a conf change entry.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemberChange {
+    /// As a learner first.
+    Add {
+        /// Its number.
+        raft_id: RaftId,
+        /// Who it is.
+        member: Member,
+    },
+    /// A learner becomes a voter.
+    Promote {
+        /// Which.
+        raft_id: RaftId,
+    },
+    /// For ever.
+    Remove {
+        /// Which.
+        raft_id: RaftId,
+    },
+}

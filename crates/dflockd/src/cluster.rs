@@ -1,0 +1,84 @@
+//! Taking part in a cluster: the settings of replicated mode as the engine wants them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use anyhow::{Context, anyhow};
+use dflockd_engine::replica::driver::{ClusterOptions, Formation};
+use dflockd_engine::replica::transport::{
+    Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
+};
+use dflockd_engine::replica::types::Policy;
+use dflockd_engine::{Clock, Replicated};
+
+use crate::config::{self, ClusterConfig, Config};
+use crate::service::{limits, span};
+
+/// How many past events every member keeps for watches that resume.
+const EVENTS_MAX: u64 = 10_000;
+
+/// Opens the data directory and begins to take part.
+pub(crate) async fn start(
+    config: &Config,
+    cluster: &ClusterConfig,
+    bound: SocketAddr,
+) -> anyhow::Result<Arc<Replicated>> {
+    let client_addr = match &cluster.advertise_addr {
+        Some(addr) => addr.to_string(),
+        None => SocketAddr::new(bound.ip(), bound.port()).to_string(),
+    };
+    let mut limits = limits(config);
+    limits.failover_grace = span(cluster.failover_grace);
+    limits.events_max = EVENTS_MAX;
+    let formation = match cluster.formation {
+        config::Formation::Bootstrap => Formation::Bootstrap,
+        config::Formation::Join => Formation::Join,
+        config::Formation::Static => {
+            let peers = cluster.peers.iter();
+            let peers = peers.map(|peer| {
+                (peer.node.clone(), peer.raft_addr.to_string(), peer.client_addr.to_string())
+            });
+            Formation::Static(peers.collect())
+        }
+    };
+    let options = ClusterOptions {
+        dir: cluster.dir.clone(),
+        node: cluster.node.clone(),
+        transport: TransportConfig {
+            listen: cluster.raft_addr.to_string(),
+            credentials: credentials(cluster, None)?,
+            limits: TransportLimits::default(),
+        },
+        peer_addr: cluster.dial_addr().to_string(),
+        client_addr,
+        formation,
+        witness: cluster.witness,
+        policy: Policy {
+            limits,
+            auto_release: cluster.auto_release,
+            orphan_ttl: span(cluster.orphan_ttl),
+        },
+        election_timeout: cluster.election_timeout,
+        heartbeat_interval: cluster.heartbeat_interval,
+        snapshot_entries: cluster.snapshot_entries,
+    };
+    let member = Replicated::start(options, Clock::system()).await;
+    member.map_err(|why| anyhow!(why)).context("cannot take part in the cluster")
+}
+
+/// What peers are shown. A secret that was read anew is used for dialing, and the one before is still accepted, so that the
+/// members can be told one after the other.
+pub(crate) fn credentials(
+    cluster: &ClusterConfig,
+    reloaded: Option<&config::Secret>,
+) -> anyhow::Result<Credentials> {
+    let mut secrets = Vec::new();
+    for secret in reloaded.into_iter().chain(&cluster.secret) {
+        let secret = Secret::new(secret.bytes().to_vec())?;
+        if !secrets.contains(&secret) {
+            secrets.push(secret);
+        }
+    }
+    let tls = cluster.tls.as_ref().map(|tls| PeerTls::load(&tls.cert, &tls.key, &tls.ca));
+    Ok(Credentials { secrets, tls: tls.transpose()? })
+}

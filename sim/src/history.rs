@@ -1,0 +1,51 @@
+//! What clients asked and what they were told.
+
+use dflockd_core::{Outcome, RequestId, SessionId};
+use dflockd_engine::replica::types::RaftId;
+
+use crate::op::Op;
+
+/// One request of a client, with all its repetitions.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// Who.
+    pub client: usize,
+    /// What.
+    pub op: Op,
+    /// When it was first sent.
+    pub sent: u64,
+    /// The session it was sent in, once it reached a node.
+    pub session: Option<SessionId>,
+    /// Its number there.
+    pub request: RequestId,
+    /// The node it went to last.
+    pub node: RaftId,
+    /// Everything that clients had been told before it was sent came from entries up to this.
+    pub floor: u64,
+    /// Sent after the faults had ended and the cluster was well.
+    pub calm: bool,
+    /// What came of it.
+    pub end: End,
+}
+
+/// What came of a request, for its client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Nothing yet.
+    Open,
+    /// An answer.
+    Told(u64, Outcome),
+    /// It was never accepted.
+    Refused,
+    /// Nobody knows.
+    Unknown,
+}
+
+/// All requests.
+#[derive(Default)]
+pub struct History {
+    /// In the order they were sent.
+    pub asked: Vec<Asked>,
+    /// The highest entry that any answer came from.
+    pub floor: u64,
+}

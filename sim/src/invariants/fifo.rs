@@ -1,0 +1,41 @@
+//! Grants follow the order of the queue, and nobody overtakes.
+
+use super::Broken;
+use crate::oracle::Step;
+
+/// After each entry.
+pub fn check(step: &Step<'_>) -> Result<(), Broken> {
+    for (name, before) in step.before {
+        let Some(after) = step.after.get(name) else { continue };
+        let mut places = before.queue.clone();
+        places.sort_unstable();
+        if places.windows(2).any(|pair| pair[0] == pair[1]) {
+            // One session asked twice at the same instant: nobody can tell its places apart.
+            continue;
+        }
+        let old = |place: &(_, u64, _)| before.queue.iter().position(|known| known == place);
+        let places: Vec<usize> = after.queue.iter().filter_map(old).collect();
+        let broken = |what: &str| {
+            let key = name.1.escape_ascii();
+            Err(Broken::new(
+                "fifo",
+                format!("entry {}: {key}: {what}: {before:?} {after:?}", step.index),
+            ))
+        };
+        if !places.is_sorted() {
+            return broken("the queue changed its order");
+        }
+        let Some(&first_left) = places.first() else { continue };
+        let granted = after
+            .holders
+            .iter()
+            .filter(|holder| !before.holders.iter().any(|known| known.1 == holder.1));
+        for holder in granted {
+            let ahead = &before.queue[..first_left];
+            if !ahead.iter().any(|waiter| (waiter.0, waiter.2) == (holder.0, holder.2)) {
+                return broken("somebody was granted before the head of the queue");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! A hold lasts as long as its lease, and not longer than the grace allows.
+
+use std::collections::BTreeMap;
+
+use dflockd_core::{Fence, Outcome, SessionId};
+
+use super::Broken;
+use crate::oracle::Step;
+
+/// When holds were last granted or renewed.
+pub struct Leases {
+    lease_min: u64,
+    grace: u64,
+    /// The earliest end of each hold, and the latest as far as it is known.
+    ends: BTreeMap<Fence, (u64, Option<u64>)>,
+}
+
+impl Leases {
+    /// No holds yet.
+    #[must_use]
+    pub fn new(lease_min: u64, grace: u64) -> Self {
+        Self { lease_min, grace, ends: BTreeMap::new() }
+    }
+
+    /// After each entry.
+    pub fn check(&mut self, step: &Step<'_>) -> Result<(), Broken> {
+        let broken =
+            |what: String| Err(Broken::new("leases", format!("entry {}: {what}", step.index)));
+        for (name, before) in step.before {
+            let after = step.after.get(name);
+            for &(session, fence, _) in &before.holders {
+                let stays =
+                    after.is_some_and(|after| after.holders.iter().any(|known| known.1 == fence));
+                if stays || ended(step, session, fence) {
+                    continue;
+                }
+                let end = self.ends.get(&fence).map_or(0, |ends| ends.0);
+                if step.now < end {
+                    return broken(format!("{fence:?} ended {} ns early", end - step.now));
+                }
+            }
+        }
+        for (_, _, outcome) in &step.touched.replies {
+            let (fence, lease) = match outcome {
+                Outcome::Granted(grant) | Outcome::Acquired(grant) => {
+                    (grant.token.fence, grant.lease)
+                }
+                Outcome::Renewed { fence, lease } => (*fence, *lease),
+                Outcome::Done
+                | Outcome::Queued
+                | Outcome::Timeout
+                | Outcome::Empty
+                | Outcome::Conflict
+                | Outcome::Number(_)
+                | Outcome::Value(_)
+                | Outcome::Written(_)
+                | Outcome::Popped { .. }
+                | Outcome::Items(_)
+                | Outcome::Compacted(_)
+                | Outcome::Refused(_) => continue,
+            };
+            let end = step.now + lease.0;
+            let known = self.ends.entry(fence).or_insert((end, Some(end)));
+            // A renewal may shorten it, and claiming a place restarts it.
+            *known = (end, Some(end));
+        }
+        for after in step.after.values() {
+            for &(_, fence, _) in &after.holders {
+                // Granted in the queue of a two-phase request: nobody was told of the lease.
+                let least = step.now + self.lease_min;
+                let (_, latest) = *self.ends.entry(fence).or_insert((least, None));
+                if step.touched.ticked
+                    && latest.is_some_and(|latest| step.now >= latest + self.grace)
+                {
+                    let late = step.now - latest.unwrap_or(0) - self.grace;
+                    return broken(format!("{fence:?} is still held {late} ns late: {after:?}"));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the entry gives a reason for the end of a hold.
+fn ended(step: &Step<'_>, session: SessionId, fence: Fence) -> bool {
+    let touched = step.touched;
+    touched.fences.contains(&fence) || touched.sessions.contains(&session)
+}

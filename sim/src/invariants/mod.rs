@@ -1,0 +1,30 @@
+//! The promises, one file each, and how a broken one is told.
+
+pub mod answers;
+pub mod barrier;
+pub mod client_exclusion;
+pub mod durable;
+pub mod fence_order;
+pub mod fifo;
+pub mod leases;
+pub mod no_lost_wakeup;
+pub mod pushes;
+pub mod raft_safety;
+pub mod state_exclusion;
+pub mod totals;
+
+/// A promise that was not kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Broken {
+    /// Which.
+    pub property: &'static str,
+    /// How.
+    pub what: String,
+}
+
+impl Broken {
+    /// Of a property.
+    pub fn new(property: &'static str, what: impl Into<String>) -> Self {
+        Self { property, what: what.into() }
+    }
+}

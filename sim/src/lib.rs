@@ -1,0 +1,16 @@
+//! Whole clusters in one thread: the production replica, log and codecs on simulated disks, networks and clocks.
+//!
+//! Everything comes from one seed, so a failure happens again. Start reading at [`world::World`]; `plan.rs` says what a
+//! seed decides, `oracle.rs` what the right answers are, and `invariants/` has the promises, one file each.
+
+pub mod disk;
+pub mod history;
+pub mod invariants;
+pub mod net;
+pub mod op;
+pub mod oracle;
+pub mod plan;
+pub mod rng;
+pub mod runner;
+pub mod workload;
+pub mod world;

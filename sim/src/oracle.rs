@@ -1,0 +1,291 @@
+//! The committed log, applied once more by nobody's node: what every node must come to, and what every client may be
+//! told. Each entry is checked against the promises as it is applied.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use dflockd_core::{Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Timestamp};
+use dflockd_engine::replica::codec::{self, Section};
+use dflockd_engine::replica::machine::{Event, Machine};
+use dflockd_engine::replica::types::{Action, Order};
+use raft::eraftpb::{Entry, EntryType};
+
+use crate::invariants::{self, Broken};
+
+/// A lock at some entry.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "the names say it")]
+pub struct LockNow {
+    pub slots: Option<u32>,
+    pub holders: Vec<(SessionId, Fence, bool)>,
+    /// Session, since when, writer.
+    pub queue: Vec<(SessionId, u64, bool)>,
+}
+
+/// Locks by namespace and key.
+pub type LocksNow = BTreeMap<(u8, Vec<u8>), LockNow>;
+
+/// What an entry asked for, as far as holds can end by it.
+#[derive(Default)]
+pub struct Touched {
+    /// Holds that were released, forced or taken back.
+    pub fences: Vec<Fence>,
+    /// Sessions that were closed, kicked or left for others.
+    pub sessions: Vec<SessionId>,
+    /// Time was looked at.
+    pub ticked: bool,
+    /// Answers, in order.
+    pub replies: Vec<(SessionId, RequestId, Outcome)>,
+}
+
+/// One entry, before and after.
+pub struct Step<'a> {
+    /// Of the entry.
+    pub index: u64,
+    /// Cluster time.
+    pub now: u64,
+    /// What it asked for.
+    pub touched: &'a Touched,
+    /// Locks before.
+    pub before: &'a LocksNow,
+    /// Locks after.
+    pub after: &'a LocksNow,
+}
+
+/// The log, and what comes of it.
+pub struct Oracle {
+    machine: Machine,
+    /// The entries from index 2 on.
+    entries: Vec<(u64, Bytes, Bytes)>,
+    /// First and last answer to each request, with the entries that brought them.
+    pub replies: BTreeMap<(SessionId, RequestId), Vec<(u64, Outcome)>>,
+    /// What sessions were pushed, with the entry.
+    pub pushes: BTreeMap<SessionId, Vec<(u64, Push)>>,
+    /// By the session and request that attached: where, and how many pushes the session had had.
+    pub attached: BTreeMap<(SessionId, RequestId), (Option<(SessionId, u32)>, usize)>,
+    /// Digests of the state at some indices.
+    pub digests: BTreeMap<u64, u32>,
+    /// Values of hot keys by index: only when they change.
+    pub values: BTreeMap<Vec<u8>, Vec<(u64, Outcome)>>,
+    /// Which barrier a request waits at.
+    pub barriers: BTreeMap<(SessionId, RequestId), (Vec<u8>, u32)>,
+    /// Items that were popped and put back.
+    pub undone: Vec<Vec<u8>>,
+    keys: Vec<Vec<u8>>,
+    locks: LocksNow,
+    leases: invariants::leases::Leases,
+    fences: invariants::fence_order::Fences,
+}
+
+/// Whether the state is compared at this index.
+#[must_use]
+pub fn is_sampled(index: u64) -> bool {
+    index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 61 == 0
+}
+
+impl Oracle {
+    /// Before the first entry.
+    #[must_use]
+    pub fn new(initial: &[u8], keys: Vec<Vec<u8>>, lease_min: u64, grace: u64) -> Self {
+        Self {
+            machine: Machine::restore(initial, false).expect("the initial state"),
+            entries: Vec::new(),
+            replies: BTreeMap::new(),
+            pushes: BTreeMap::new(),
+            attached: BTreeMap::new(),
+            digests: BTreeMap::new(),
+            values: BTreeMap::new(),
+            barriers: BTreeMap::new(),
+            undone: Vec::new(),
+            keys,
+            locks: LocksNow::new(),
+            leases: invariants::leases::Leases::new(lease_min, grace),
+            fences: invariants::fence_order::Fences::default(),
+        }
+    }
+
+    /// The last index.
+    #[must_use]
+    pub fn last(&self) -> u64 {
+        self.entries.len() as u64 + 1
+    }
+
+    /// The term of an entry.
+    #[must_use]
+    pub fn term(&self, index: u64) -> Option<u64> {
+        let at = usize::try_from(index.checked_sub(2)?).ok()?;
+        self.entries.get(at).map(|entry| entry.0)
+    }
+
+    /// The state after the last entry.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// An entry was applied somewhere.
+    pub fn observe(&mut self, entry: &Entry) -> Result<(), Broken> {
+        let index = entry.index;
+        if index <= self.last() {
+            let Some(at) = index.checked_sub(2) else { return Ok(()) };
+            let known = &self.entries[usize::try_from(at).expect("small")];
+            if (known.0, &known.1, &known.2) != (entry.term, &entry.data, &entry.context) {
+                let what = format!(
+                    "entry {index} was committed in term {} and again differently in term {}",
+                    known.0, entry.term
+                );
+                return Err(Broken::new("raft", what));
+            }
+            return Ok(());
+        }
+        if index != self.last() + 1 {
+            return Err(Broken::new(
+                "raft",
+                format!("entry {index} was applied before {}", self.last() + 1),
+            ));
+        }
+        self.entries.push((entry.term, entry.data.clone(), entry.context.clone()));
+        self.apply(entry)
+    }
+
+    fn apply(&mut self, entry: &Entry) -> Result<(), Broken> {
+        let index = entry.index;
+        let mut touched = Touched::default();
+        let mut events = Vec::new();
+        match entry.entry_type {
+            EntryType::EntryNormal if entry.data.is_empty() => return Ok(()),
+            EntryType::EntryNormal => {
+                self.note(&entry.data, &mut touched);
+                let applied = self.machine.apply(&entry.data, &mut events);
+                applied
+                    .map_err(|error| Broken::new("replicas", format!("entry {index}: {error}")))?;
+            }
+            EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => {
+                let change = codec::decode_member_change(&entry.context);
+                let change = change
+                    .map_err(|error| Broken::new("replicas", format!("entry {index}: {error}")))?;
+                self.machine.apply_change(change, &mut events);
+            }
+        }
+        for event in events {
+            match event {
+                Event::Effect(Effect::Reply { session, request, outcome }) => {
+                    let answers = self.replies.entry((session, request)).or_default();
+                    if answers.is_empty() {
+                        // An answer that is repeated says nothing new.
+                        touched.replies.push((session, request, outcome.clone()));
+                    }
+                    answers.push((index, outcome));
+                }
+                Event::Effect(Effect::Push { session, push, .. }) => {
+                    self.pushes.entry(session).or_default().push((index, push));
+                }
+                Event::Attached { by, request, to } => {
+                    let pushed =
+                        to.and_then(|(session, _)| self.pushes.get(&session)).map_or(0, Vec::len);
+                    self.attached.insert((by, request), (to, pushed));
+                    touched.sessions.push(by);
+                }
+                Event::Kicked { session } => touched.sessions.push(session),
+                Event::Effect(Effect::SessionEnded { .. })
+                | Event::Gone { .. }
+                | Event::RunStarted(_)
+                | Event::RunEnded(_)
+                | Event::Members
+                | Event::PolicyChanged
+                | Event::Digest { .. } => {}
+            }
+        }
+        let Some(store) = self.machine.store() else { return Ok(()) };
+        let now = self.machine.now();
+        if index % 8 == 0 {
+            store.check_invariants();
+        }
+        let mut after = LocksNow::new();
+        for lock in store.survey(now, 256).locks {
+            let slots = match lock.kind {
+                dflockd_core::LockKind::Slots(limit) => Some(limit),
+                dflockd_core::LockKind::ReadWrite => None,
+            };
+            let holders = lock.holders.iter().map(|h| (h.session, h.fence, h.writer)).collect();
+            let queue =
+                lock.queue.iter().map(|w| (w.session, now.0 - w.waiting.0, w.writer)).collect();
+            let space = lock.space as u8;
+            after.insert((space, lock.key.to_vec()), LockNow { slots, holders, queue });
+        }
+        let step =
+            Step { index, now: now.0, touched: &touched, before: &self.locks, after: &after };
+        invariants::state_exclusion::check(&step)?;
+        invariants::no_lost_wakeup::check(&step)?;
+        invariants::fifo::check(&step)?;
+        invariants::barrier::check(&step, &self.barriers)?;
+        self.fences.check(&step)?;
+        self.leases.check(&step)?;
+        self.locks = after;
+        for key in &self.keys {
+            let value = read(store, key, now);
+            let versions = self.values.entry(key.clone()).or_default();
+            if versions.last().map(|(_, known)| known) != Some(&value) {
+                versions.push((index, value));
+            }
+        }
+        if is_sampled(index) {
+            self.digests.insert(index, crc32fast::hash(&self.machine.snapshot()));
+        }
+        Ok(())
+    }
+
+    /// Takes down what an entry asks for.
+    fn note(&mut self, payload: &[u8], touched: &mut Touched) {
+        for section in codec::sections(payload) {
+            match section {
+                Ok(Section::Batch { items, .. }) => {
+                    for item in items.flatten() {
+                        self.note_item(item.session, item.request, &item.action, touched);
+                    }
+                }
+                Ok(Section::Order(Order::Tick | Order::NewTerm)) => touched.ticked = true,
+                Ok(Section::Order(_)) | Err(_) => {}
+            }
+        }
+    }
+
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only some end holds")]
+    fn note_item(
+        &mut self,
+        session: SessionId,
+        request: RequestId,
+        action: &Action<'_>,
+        touched: &mut Touched,
+    ) {
+        match action {
+            Action::Command(Command::Release { token, .. }) => touched.fences.push(token.fence),
+            Action::Command(Command::ForceRelease { fence, .. }) => touched.fences.push(*fence),
+            Action::Command(Command::BarrierWait { key, count, .. }) => {
+                self.barriers.insert((session, request), (key.to_vec(), *count));
+            }
+            Action::Undo(Outcome::Granted(grant) | Outcome::Acquired(grant)) => {
+                touched.fences.push(grant.token.fence);
+            }
+            Action::Undo(Outcome::Popped { value, .. }) => self.undone.push(value.to_vec()),
+            Action::Close { .. } => touched.sessions.push(session),
+            _ => {}
+        }
+    }
+}
+
+/// What a hot key's value is: the first byte of the key says what it is.
+#[must_use]
+pub fn read(store: &dflockd_core::Store, key: &[u8], now: Timestamp) -> Outcome {
+    store.read(query(key), now)
+}
+
+/// How to read a key.
+#[must_use]
+pub fn query(key: &[u8]) -> dflockd_core::Query<'_> {
+    match key.first() {
+        Some(b'c' | b'd') => dflockd_core::Query::Counter { key },
+        Some(b'q' | b'r') => dflockd_core::Query::Length { key },
+        _ => dflockd_core::Query::Kv { key },
+    }
+}
