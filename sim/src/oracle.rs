@@ -202,7 +202,7 @@ impl Oracle {
             store.check_invariants();
         }
         let mut after = LocksNow::new();
-        for lock in store.survey(now, 256).locks {
+        for lock in store.survey(now, 256, usize::MAX).locks {
             let slots = match lock.kind {
                 dflockd_core::LockKind::Slots(limit) => Some(limit),
                 dflockd_core::LockKind::ReadWrite => None,

@@ -682,11 +682,11 @@ impl World {
             self.schedule(delay, Event::Snapshot(id, life, job));
         }
         failed |= !self.write(id);
-        for event in outputs.events {
-            self.node_event(id, event);
-        }
         if installed {
             self.cut_listeners(id);
+        }
+        for event in outputs.events {
+            self.node_event(id, event);
         }
         if failed {
             self.note(|| format!("the disk of n{id} fails"));
@@ -707,6 +707,11 @@ impl World {
             .collect();
         for &(conn, _) in &cut {
             live.close(conn, false);
+        }
+        // Others only miss that holds were lost, which they know by their own clocks.
+        for conn in live.conns.values_mut() {
+            let pushes = self.oracle.pushes.get(&conn.session).map_or(&[][..], |pushes| pushes);
+            conn.pushes = pushes.partition_point(|(index, _)| *index <= live.applied);
         }
         for (conn, client) in cut {
             self.to_client(client, conn, Tell::Broken);
@@ -1371,10 +1376,14 @@ impl World {
             .filter(|node| !node.gone && self.oracle.machine().members().contains_key(&node.id))
             .filter_map(|node| match &node.live {
                 None => Some(format!("n{} is down", node.id)),
-                Some(live) if !live.replica.status().ready => {
-                    Some(format!("n{}: {:?}", node.id, live.replica.status()))
+                Some(live) => {
+                    let status = live.replica.status();
+                    let begun = node.witness
+                        || live.replica.machine().applied_seq(live.replica.run()) > Some(0);
+                    let level = status.applied + 200 >= self.oracle.last();
+                    let well = status.leader.is_some() && begun && level;
+                    (!well).then(|| format!("n{}: {status:?}", node.id))
                 }
-                Some(_) => None,
             })
             .collect();
         if !unwell.is_empty() {
@@ -1400,7 +1409,7 @@ impl World {
         };
         store.check_invariants();
         let held = store
-            .survey(now, 8)
+            .survey(now, 8, usize::MAX)
             .locks
             .into_iter()
             .find(|lock| lock.holders_total > 0 || lock.waiters_total > 0);

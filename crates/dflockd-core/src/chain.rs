@@ -17,6 +17,10 @@ impl<T> Arena<T> {
         Self(Slab::new())
     }
 
+    pub(crate) fn reserve(&mut self, count: usize) {
+        self.0.reserve_exact(count);
+    }
+
     pub(crate) fn insert(&mut self, entry: T) -> Slot {
         if self.0.len() == self.0.capacity() {
             // A quarter at a time: doubling would leave up to half of the memory unused.

@@ -151,6 +151,12 @@ impl Deadlines {
         self.timers.insert(key, timer);
     }
 
+    /// All leases at once; sorted they cost far less than one by one.
+    pub(crate) fn restore_leases(&mut self, mut leases: Vec<((Timestamp, Fence), Slot)>) {
+        leases.sort_unstable();
+        self.leases = leases.into_iter().collect();
+    }
+
     pub(crate) fn restore_serial(&mut self, serial: u64) {
         self.serial = serial;
     }

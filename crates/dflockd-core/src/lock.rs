@@ -160,6 +160,15 @@ impl Locks {
         self.by_key.find(self.hasher.hash_one(key), same).copied()
     }
 
+    /// Makes room for `count` locks with a hold each.
+    pub(crate) fn reserve(&mut self, count: usize) {
+        self.arena.reserve(count);
+        self.claims.reserve(count);
+        self.by_fence.reserve(count);
+        let Self { arena, hasher, by_key, .. } = self;
+        by_key.reserve(count, |&slot| hasher.hash_one(&*arena[slot].key));
+    }
+
     pub(crate) fn insert(&mut self, lock: Lock) -> Slot {
         let hash = self.hasher.hash_one(&*lock.key);
         let slot = self.arena.insert(lock);

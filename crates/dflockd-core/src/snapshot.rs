@@ -53,8 +53,10 @@ impl fmt::Display for SnapshotError {
 
 impl core::error::Error for SnapshotError {}
 
+/// What comes before the locks. They are not part of any structure here: there can be millions, so they are written and read
+/// one by one.
 #[derive(Serialize, Deserialize)]
-struct Data {
+struct Head {
     limits: Limits,
     seed: u64,
     now: Timestamp,
@@ -63,7 +65,11 @@ struct Data {
     serial: u64,
     fence_next: u64,
     revision: Revision,
-    locks: Vec<LockData>,
+}
+
+/// What comes behind the locks.
+#[derive(Serialize, Deserialize)]
+struct Rest {
     stalled: BTreeSet<(Space, Bytes)>,
     counters: BTreeMap<Bytes, Counter>,
     kv: BTreeMap<Bytes, KvEntry>,
@@ -137,10 +143,15 @@ impl Store {
     /// If memory runs out.
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
-        let mut bytes = alloc::vec![VERSION];
-        let data = postcard::to_allocvec(&self.data()).expect("plain data can be written");
-        bytes.extend(data);
-        bytes
+        let written = "plain data can be written";
+        let mut bytes = postcard::to_extend(&self.head(), alloc::vec![VERSION]).expect(written);
+        let mut slots: Vec<_> = self.locks.arena.iter().collect();
+        slots.sort_unstable_by(|(_, a), (_, b)| (a.space, &a.key).cmp(&(b.space, &b.key)));
+        bytes = postcard::to_extend(&slots.len(), bytes).expect(written);
+        for (_, lock) in slots {
+            bytes = postcard::to_extend(&self.lock_data(lock), bytes).expect(written);
+        }
+        postcard::to_extend(&self.rest(), bytes).expect(written)
     }
 
     /// A store in the state that was written. Counters of `shared` are raised to what the snapshot needs.
@@ -148,37 +159,61 @@ impl Store {
         let Some((&VERSION, bytes)) = bytes.split_first() else {
             return Err(SnapshotError::Malformed);
         };
-        let (data, rest) =
-            postcard::take_from_bytes::<Data>(bytes).map_err(|_| SnapshotError::Malformed)?;
-        if !rest.is_empty() {
+        let (head, bytes) = take::<Head>(bytes)?;
+        let (count, locks) = take::<usize>(bytes)?;
+        if count > locks.len() {
             return Err(SnapshotError::Malformed);
         }
-        let store = Self::from_data(data, shared).map_err(SnapshotError::Inconsistent)?;
+        // Locks belong to sessions, which stand behind them.
+        let mut bytes = locks;
+        for _ in 0..count {
+            (_, bytes) = take::<LockData>(bytes)?;
+        }
+        let (rest, bytes) = take::<Rest>(bytes)?;
+        if !bytes.is_empty() {
+            return Err(SnapshotError::Malformed);
+        }
+        let store = Self::from_parts(head, count, locks, rest, shared)?;
         store.verify().map_err(SnapshotError::Inconsistent)?;
         Ok(store)
     }
 
-    fn data(&self) -> Data {
+    fn head(&self) -> Head {
+        let grants_timer = self
+            .deadlines
+            .timers()
+            .iter()
+            .find_map(|(&key, timer)| matches!(timer, Timer::GrantsOpen).then_some(key));
+        Head {
+            limits: self.limits.clone(),
+            seed: self.seed,
+            now: self.now,
+            grace_until: self.deadlines.grace_until,
+            grants_timer,
+            serial: self.deadlines.serial(),
+            fence_next: self.shared.fence_next(),
+            revision: self.revision(),
+        }
+    }
+
+    fn lock_data(&self, lock: &Lock) -> LockData {
         let claims = |chain: &Chain<0>| {
             chain.iter(&self.locks.claims).map(|(_, claim)| claim.into()).collect()
         };
-        let mut locks: Vec<LockData> = self
-            .locks
-            .arena
-            .iter()
-            .map(|(_, lock)| LockData {
-                space: lock.space,
-                key: lock.key.clone(),
-                kind: lock.kind,
-                last_fence: lock.last_fence,
-                expired: lock.expired,
-                revision: lock.revision,
-                idle_since: lock.idle_since,
-                holders: claims(&lock.holders),
-                queue: claims(&lock.queue),
-            })
-            .collect();
-        locks.sort_by(|a, b| (a.space, &a.key).cmp(&(b.space, &b.key)));
+        LockData {
+            space: lock.space,
+            key: lock.key.clone(),
+            kind: lock.kind,
+            last_fence: lock.last_fence,
+            expired: lock.expired,
+            revision: lock.revision,
+            idle_since: lock.idle_since,
+            holders: claims(&lock.holders),
+            queue: claims(&lock.queue),
+        }
+    }
+
+    fn rest(&self) -> Rest {
         let mut sessions = BTreeMap::new();
         for (&id, session) in &self.sessions {
             let session = SessionData {
@@ -197,21 +232,7 @@ impl Store {
             let sessions = sessions.iter();
             sessions.map(|(&id, reason)| (key.clone(), id, reason.explicit, reason.leads))
         });
-        let grants_timer = self
-            .deadlines
-            .timers()
-            .iter()
-            .find_map(|(&key, timer)| matches!(timer, Timer::GrantsOpen).then_some(key));
-        Data {
-            limits: self.limits.clone(),
-            seed: self.seed,
-            now: self.now,
-            grace_until: self.deadlines.grace_until,
-            grants_timer,
-            serial: self.deadlines.serial(),
-            fence_next: self.shared.fence_next(),
-            revision: self.revision(),
-            locks,
+        Rest {
             stalled: self.locks.stalled.clone(),
             counters: self.counters.clone(),
             kv: self.kv.clone(),
@@ -224,31 +245,39 @@ impl Store {
         }
     }
 
-    fn from_data(data: Data, shared: Arc<Shared>) -> Result<Self, String> {
-        let mut store = Self::new(data.limits, data.seed, shared, Timestamp(0));
-        store.now = data.now;
-        store.deadlines.grace_until = data.grace_until;
-        store.deadlines.restore_serial(data.serial);
-        store.shared.raise_fence(data.fence_next);
-        store.shared.set_revision(data.revision);
-        if let Some(key) = data.grants_timer {
+    fn from_parts(
+        head: Head,
+        count: usize,
+        locks: &[u8],
+        rest: Rest,
+        shared: Arc<Shared>,
+    ) -> Result<Self, SnapshotError> {
+        let mut store = Self::new(head.limits, head.seed, shared, Timestamp(0));
+        store.now = head.now;
+        store.deadlines.grace_until = head.grace_until;
+        store.deadlines.restore_serial(head.serial);
+        store.shared.raise_fence(head.fence_next);
+        store.shared.set_revision(head.revision);
+        if let Some(key) = head.grants_timer {
             store.grants_open = false;
             store.deadlines.restore_timer(key, Timer::GrantsOpen);
         }
-        for (id, session) in data.sessions {
+        for (id, session) in rest.sessions {
             store.restore_session(id, session);
         }
-        store.restore_locks(data.locks)?;
-        store.locks.stalled = data.stalled;
-        store.restore_values(data.counters, data.kv, data.lists, data.barriers)?;
-        for (pattern, name, members) in data.groups {
+        store.restore_locks(count, locks)?;
+        store.locks.stalled = rest.stalled;
+        store
+            .restore_values(rest.counters, rest.kv, rest.lists, rest.barriers)
+            .map_err(SnapshotError::Inconsistent)?;
+        for (pattern, name, members) in rest.groups {
             store.subscriptions.signals.entry(&pattern).groups.insert(name, members);
         }
-        for (key, session, explicit, leads) in data.observers {
+        for (key, session, explicit, leads) in rest.observers {
             let sessions = store.observers.0.entry(key).or_default();
             sessions.insert(session, Reason { explicit, leads });
         }
-        store.changes = data.changes;
+        store.changes = rest.changes;
         Ok(store)
     }
 
@@ -275,12 +304,17 @@ impl Store {
         self.sessions.insert(id, Box::new(session));
     }
 
-    fn restore_locks(&mut self, locks: Vec<LockData>) -> Result<(), String> {
+    fn restore_locks(&mut self, count: usize, mut bytes: &[u8]) -> Result<(), SnapshotError> {
+        let inconsistent = |why: &str| SnapshotError::Inconsistent(why.into());
         let mut idle = Vec::new();
-        let mut holds = Vec::new();
-        for data in locks {
+        let mut holds = Vec::with_capacity(count);
+        let mut leases = Vec::with_capacity(count);
+        self.locks.reserve(count);
+        for _ in 0..count {
+            let (data, rest) = take::<LockData>(bytes)?;
+            bytes = rest;
             if self.locks.find(data.space, &data.key).is_some() {
-                return Err("a lock comes twice".into());
+                return Err(inconsistent("a lock comes twice"));
             }
             self.shared.add_lock(u64::MAX);
             if let Some(since) = data.idle_since {
@@ -302,27 +336,31 @@ impl Store {
                 idle_links: Links::NONE,
             });
             for claim in data.holders {
-                let hold = claim.hold.ok_or("a holder without a hold")?;
+                let hold = claim.hold.ok_or_else(|| inconsistent("a holder without a hold"))?;
                 let (session, orphaned) = (claim.session, claim.orphaned);
-                let claim = self.restore_claim(slot, &record, claim)?;
+                let claim =
+                    self.restore_claim(slot, &record, claim).map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].holders.push_back(&mut self.locks.claims, claim);
                 self.locks.by_fence.insert(hold.fence, claim);
-                self.deadlines.add_lease(hold.base, hold.fence, claim);
+                leases.push(((hold.base, hold.fence), claim));
                 if !orphaned {
                     holds.push((hold.fence, session, claim));
                 }
             }
             for claim in data.queue {
                 if claim.hold.is_some() {
-                    return Err("a waiter with a hold".into());
+                    return Err(inconsistent("a waiter with a hold"));
                 }
-                let claim = self.restore_claim(slot, &record, claim)?;
+                let claim =
+                    self.restore_claim(slot, &record, claim).map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].queue.push_back(&mut self.locks.claims, claim);
             }
         }
+        self.deadlines.restore_leases(leases);
         holds.sort_unstable();
         for (_, session, claim) in holds {
-            let owner = self.sessions.get_mut(&session).ok_or("a hold of no session")?;
+            let owner = self.sessions.get_mut(&session);
+            let owner = owner.ok_or_else(|| inconsistent("a hold of no session"))?;
             owner.holds.push_back(&mut self.locks.claims, claim);
         }
         idle.sort_unstable();
@@ -409,4 +447,8 @@ impl Store {
         (self.counters, self.kv, self.lists, self.barriers) = (counters, kv, lists, barriers);
         Ok(())
     }
+}
+
+fn take<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<(T, &'a [u8]), SnapshotError> {
+    postcard::take_from_bytes(bytes).map_err(|_| SnapshotError::Malformed)
 }

@@ -128,6 +128,8 @@ pub struct ChannelView {
 #[derive(Clone, Debug, Default)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Survey {
+    pub locks_total: usize,
+    pub values_total: usize,
     pub locks: Vec<LockView>,
     pub counters: Vec<CounterView>,
     pub kv: Vec<KvView>,
@@ -187,10 +189,11 @@ pub struct Listed {
 }
 
 impl Store {
-    /// Everything there is, with at most `each_max` holders and waiters per lock.
+    /// Everything there is, with at most `each_max` holders and waiters per lock, and at most `names_max` keys of each kind.
     #[must_use]
-    pub fn survey(&self, now: Timestamp, each_max: usize) -> Survey {
-        let locks = self.locks.arena.iter();
+    pub fn survey(&self, now: Timestamp, each_max: usize, names_max: usize) -> Survey {
+        let locks = self.locks.arena.iter().take(names_max);
+        let values = [self.counters.len(), self.kv.len(), self.lists.len(), self.barriers.len()];
         let signals = self.subscriptions.signals.iter().flat_map(|(pattern, listeners)| {
             let alone = (!listeners.alone.is_empty()).then(|| ChannelView {
                 pattern: pattern.clone(),
@@ -210,11 +213,13 @@ impl Store {
             sessions: sessions.len(),
         });
         Survey {
+            locks_total: self.locks.arena.len(),
+            values_total: values.iter().sum(),
             locks: locks.map(|(slot, _)| self.view_lock(slot, now, each_max)).collect(),
-            counters: self.counters.keys().filter_map(|key| self.view_counter(key, now)).collect(),
-            kv: self.kv.keys().filter_map(|key| self.view_kv(key, now)).collect(),
-            lists: self.lists.keys().filter_map(|key| self.view_list(key, now)).collect(),
-            barriers: self.barriers.keys().filter_map(|key| self.view_barrier(key, now)).collect(),
+            counters: self.counters.keys().take(names_max).filter_map(|key| self.view_counter(key, now)).collect(),
+            kv: self.kv.keys().take(names_max).filter_map(|key| self.view_kv(key, now)).collect(),
+            lists: self.lists.keys().take(names_max).filter_map(|key| self.view_list(key, now)).collect(),
+            barriers: self.barriers.keys().take(names_max).filter_map(|key| self.view_barrier(key, now)).collect(),
             signal_channels: signals.collect(),
             watch_channels: watches.collect(),
         }

@@ -10,6 +10,9 @@ use crate::replica::types::Action;
 use crate::replicated::Replicated;
 use crate::router::{Attachment, Pokes, SessionSecret, Sink};
 
+/// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
+const NAMES_MAX: usize = 5000;
+
 /// What keeps the state.
 pub enum Engine {
     /// This process, in memory.
@@ -108,7 +111,7 @@ impl Engine {
             Self::Memory(memory) => memory.survey(each_max),
             Self::Replicated(member) => {
                 let survey = member.look(false, move |machine| {
-                    machine.store().map(|store| store.survey(machine.now(), each_max))
+                    machine.store().map(|store| store.survey(machine.now(), each_max, NAMES_MAX))
                 });
                 survey.flatten().unwrap_or_default()
             }

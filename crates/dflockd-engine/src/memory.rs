@@ -231,8 +231,10 @@ impl Memory {
         let mut all = Survey::default();
         for (index, shard) in self.shards.iter().enumerate() {
             let state = shard.state.lock();
-            let part = state.store.survey(self.clock.now(), each_max);
+            let part = state.store.survey(self.clock.now(), each_max, usize::MAX);
             drop(state);
+            all.locks_total += part.locks_total;
+            all.values_total += part.values_total;
             all.locks.extend(part.locks);
             all.counters.extend(part.counters);
             all.kv.extend(part.kv);

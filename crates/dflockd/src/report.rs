@@ -26,6 +26,8 @@ const INSPECT_EACH_MAX: usize = 1000;
 #[derive(Serialize)]
 struct Stats<'a> {
     connections: usize,
+    lock_keys: usize,
+    value_keys: usize,
     locks: Vec<Lock<'a>>,
     semaphores: Vec<Semaphore<'a>>,
     rw_locks: Vec<ReadWrite<'a>>,
@@ -227,6 +229,8 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
     let mut labels = Labels { service, known: HashMap::new() };
     let mut stats = Stats {
         connections: service.connections.load(Ordering::Relaxed),
+        lock_keys: survey.locks_total,
+        value_keys: survey.values_total,
         locks: Vec::new(),
         semaphores: Vec::new(),
         rw_locks: Vec::new(),

@@ -186,6 +186,19 @@ impl Consensus {
         self.settle();
     }
 
+    /// A member has started again: what it had acknowledged may be gone with a write that its disk did not keep, so the
+    /// leader finds out anew how far its log reaches. What is committed stays so.
+    pub(crate) fn probe_again(&mut self, id: RaftId) {
+        if id != self.node.raft.id
+            && let Some(progress) = self.node.raft.mut_prs().get_mut(id)
+        {
+            let next = progress.next_idx;
+            progress.become_probe();
+            progress.matched = 0;
+            progress.next_idx = next;
+        }
+    }
+
     pub(crate) fn report_snapshot(&mut self, id: RaftId, arrived: bool) {
         let status = if arrived { SnapshotStatus::Finish } else { SnapshotStatus::Failure };
         self.node.report_snapshot(id, status);

@@ -788,7 +788,11 @@ impl Replica {
 
     // ---- Raft ----
 
-    fn handle_message(&mut self, from: RaftId, time: Timestamp, message: Message) {
+    fn handle_message(&mut self, from: RaftId, time: Timestamp, mut message: Message) {
+        if message.msg_type == MessageType::MsgHeartbeat {
+            // Of a leader that does not know yet that the end of this log was cut.
+            message.commit = message.commit.min(self.consensus.last_index());
+        }
         if message.from != from || message.to != self.id() || !self.may_speak(from, &message) {
             return;
         }
@@ -1114,9 +1118,6 @@ impl Replica {
     // ---- The accepting side ----
 
     fn begin_run(&mut self) {
-        if self.config.witness {
-            return;
-        }
         let item = Item {
             session: SessionId(0),
             epoch: 0,
@@ -1249,24 +1250,6 @@ impl Replica {
             });
         }
         for (session, request) in give_up {
-            eprintln!(
-                "DBG give up n{} {:?} now {} run {:?} applied_seq {:?} next_seq {} next_send {} unapplied {:?} sent_to {:?} leader {:?} term {} progress {} noted {:?} applied {} commit {}",
-                self.id(),
-                request,
-                self.now.0,
-                self.run,
-                self.machine.applied_seq(self.run),
-                self.next_seq,
-                self.next_send,
-                self.unapplied.iter().map(|b| (b.first_seq, b.count)).collect::<Vec<_>>(),
-                self.sent_to,
-                self.consensus.leader(),
-                self.consensus.term(),
-                self.progress_at.0,
-                self.run_noted,
-                self.applied,
-                self.consensus.commit()
-            );
             let outcome = Outcome::Refused(Refusal::Forgotten);
             let effect = Effect::Reply { session, request, outcome };
             self.queue.push(NodeEvent::Machine(Event::Effect(effect)));
@@ -1527,6 +1510,9 @@ impl Replica {
     }
 
     fn handle_forward(&mut self, from: RaftId, batch: Batch) {
+        if batch.first_seq == 1 && self.machine.applied_seq(batch.run) == Some(0) {
+            self.consensus.probe_again(from);
+        }
         if self.consensus.is_leader() && !self.is_open() {
             // Who hears of a new leader sends at once; it must not have to send again.
             self.early_bytes += batch.bytes.len();
