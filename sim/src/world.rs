@@ -454,7 +454,12 @@ impl World {
             fence: 1000,
             seed,
             run,
-            start: Start { disk: node.disk_id, client_addr: node.name.clone(), version: 1 },
+            start: Start {
+                disk: node.disk_id,
+                client_addr: node.name.clone(),
+                version: 1,
+                witness: node.witness,
+            },
             snapshot_entries: self.plan.snapshot_entries,
             snapshot_bytes: 1 << 20,
         };
@@ -828,6 +833,8 @@ impl World {
         let Some(live) = &mut node.live else { return };
         let applied = live.applied;
         match event {
+            // The world cuts connections with subscriptions when a snapshot is installed.
+            NodeEvent::Skipped => {}
             NodeEvent::Machine(MachineEvent::Effect(Effect::Reply {
                 session,
                 request,

@@ -355,6 +355,12 @@ impl Store {
         ids
     }
 
+    /// Whether a session listens to anything.
+    #[must_use]
+    pub fn subscribes(&self, session: SessionId) -> bool {
+        self.sessions.get(&session).is_some_and(|owner| !owner.subscriptions.is_empty())
+    }
+
     /// What became of a request, as far as the store still knows.
     #[must_use]
     pub fn progress(&self, session: SessionId, request: RequestId) -> Progress {

@@ -65,6 +65,7 @@ struct Head {
     end: usize,
     session: SessionId,
     request: RequestId,
+    keep: bool,
     wait: Option<Span>,
     grows: bool,
 }
@@ -408,7 +409,7 @@ impl Replicated {
         let mut inputs = self.inputs.lock();
         codec::put_item(&mut inputs.items, &Item { session, epoch, request, keep, action });
         let end = inputs.items.len();
-        inputs.heads.push(Head { end, session, request, wait, grows });
+        inputs.heads.push(Head { end, session, request, keep, wait, grows });
         self.wake(&mut inputs);
     }
 
@@ -445,11 +446,10 @@ impl Replicated {
         for head in inputs.heads {
             let bytes = &inputs.items[begin..head.end];
             begin = head.end;
-            let taken =
-                replica.submit_encoded(bytes, head.session, head.request, head.wait, head.grows);
-            if !taken && head.wait.is_some() {
+            let Head { session, request, keep, wait, grows, .. } = head;
+            let taken = replica.submit_encoded(bytes, session, request, keep, wait, grows);
+            if !taken && wait.is_some() {
                 let outcome = Outcome::Refused(Refusal::Unavailable);
-                let (session, request) = (head.session, head.request);
                 let effect = Effect::Reply { session, request, outcome };
                 outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
             }
@@ -541,7 +541,7 @@ impl Replicated {
             match event {
                 NodeEvent::Machine(event) => {
                     members |= matches!(event, Event::Members | Event::PolicyChanged);
-                    self.route_event(event, &mut pokes);
+                    self.route_event(event, replica.machine(), &mut pokes);
                 }
                 NodeEvent::Job(id, can) => {
                     if let Some(job) = self.jobs.lock().remove(&id) {
@@ -551,6 +551,14 @@ impl Replicated {
                 NodeEvent::Admin(id, result) => {
                     if let Some(sender) = self.admins.lock().remove(&id) {
                         let _ = sender.send(result);
+                    }
+                }
+                NodeEvent::Skipped => {
+                    let Some(store) = replica.machine().store() else { continue };
+                    for session in self.router.all() {
+                        if store.subscribes(session.id) {
+                            self.expel(&session, &mut pokes);
+                        }
                     }
                 }
                 NodeEvent::NewRun(run) => {
@@ -565,10 +573,11 @@ impl Replicated {
         members
     }
 
-    fn route_event(&self, event: Event, pokes: &mut Pokes) {
+    fn route_event(&self, event: Event, machine: &Machine, pokes: &mut Pokes) {
         match event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
-                self.reply(session, request, outcome, pokes);
+                let repeatable = machine.is_kept(session) && request.is_repeatable();
+                self.reply(session, request, outcome, repeatable, pokes);
             }
             Event::Effect(Effect::Push { session, push, .. }) => self.push(session, push, pokes),
             Event::Effect(Effect::SessionEnded { session }) => {
@@ -605,10 +614,18 @@ impl Replicated {
         }
     }
 
-    fn reply(&self, id: SessionId, request: RequestId, outcome: Outcome, pokes: &mut Pokes) {
+    /// Answers a request of a connection here. Who can repeat it gets the answer then, if nobody is there now.
+    fn reply(
+        &self,
+        id: SessionId,
+        request: RequestId,
+        outcome: Outcome,
+        repeatable: bool,
+        pokes: &mut Pokes,
+    ) {
         let Some(session) = self.router.get(id) else {
             // Its connection ended before the answer came.
-            if Run::of(id).0 == self.run.load(Ordering::Acquire) {
+            if Run::of(id).0 == self.run.load(Ordering::Acquire) && !repeatable {
                 self.undo(&outcome);
             }
             return;
@@ -625,9 +642,8 @@ impl Replicated {
             },
             None => false,
         };
-        let can_ask_again = state.secret.is_some() && request.is_repeatable();
         drop(state);
-        if !told && !can_ask_again {
+        if !told && !repeatable {
             self.undo(&outcome);
         }
     }
@@ -684,7 +700,7 @@ impl Replicated {
                 Outcome::Done
             }
         };
-        self.reply(by, request, outcome, pokes);
+        self.reply(by, request, outcome, false, pokes);
     }
 }
 

@@ -350,6 +350,7 @@ impl Seats {
                 disk: who.disk,
                 client_addr: options.client_addr.clone(),
                 version: VERSION,
+                witness: options.witness,
             },
             snapshot_entries: options.snapshot_entries,
             snapshot_bytes: SNAPSHOT_BYTES,
@@ -368,6 +369,15 @@ impl Seats {
             address: member.peer_addr.clone(),
         });
         self.transport.set_peers(peers.collect());
+        if let Some(policy) = replica.machine().policy()
+            && self.front.view().policy.as_ref() != Some(policy)
+        {
+            let differ = self.options.policy.differences(policy);
+            if !differ.is_empty() {
+                let settings = differ.join(", ");
+                tracing::warn!(settings, "the cluster decides by other values than this node's flags");
+            }
+        }
         self.front.set_members(replica);
     }
 

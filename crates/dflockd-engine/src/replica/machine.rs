@@ -309,10 +309,10 @@ impl Machine {
         self.store.as_ref().and_then(Store::next_deadline)
     }
 
-    /// Whether a kept session is where an attachment left it.
+    /// Whether a session outlives its connection.
     #[must_use]
-    pub fn is_attached(&self, session: SessionId, epoch: u32) -> bool {
-        self.registry.kept.get(&session).is_some_and(|kept| kept.epoch == epoch)
+    pub fn is_kept(&self, session: SessionId) -> bool {
+        self.registry.kept.contains_key(&session)
     }
 
     fn execute_order(&mut self, order: Order, events: &mut Vec<Event>) {
@@ -417,9 +417,11 @@ impl Machine {
         if older.is_some_and(|older| older.run >= run) {
             return;
         }
-        if member.disk.is_none() || member.client_addr != start.client_addr {
+        let known = (member.disk, &member.client_addr, member.witness);
+        if known != (Some(start.disk), &start.client_addr, start.witness) {
             member.disk = Some(start.disk);
             member.client_addr = start.client_addr;
+            member.witness = start.witness;
             events.push(Event::Members);
         }
         if let Some(RunState { run: older, live: true, .. }) = older {

@@ -196,6 +196,8 @@ pub enum NodeEvent {
     Admin(u64, AdminResult),
     /// The others gave this node up: all its connections are void, and it begins a new life.
     NewRun(Run),
+    /// A received snapshot jumped over entries: pushes in them were never seen here.
+    Skipped,
 }
 
 /// A request that was accepted here and is not answered.
@@ -206,6 +208,8 @@ struct Pending {
     give_up_at: Timestamp,
     /// Its client was told that nobody knows.
     given_up: bool,
+    /// The client can repeat it and gets the same answer then.
+    keep: bool,
 }
 
 struct Read {
@@ -639,7 +643,8 @@ impl Replica {
     pub fn submit(&mut self, item: &Item<'_>, wait: Option<Span>) -> bool {
         let mut bytes = Vec::new();
         codec::put_item(&mut bytes, item);
-        self.submit_encoded(&bytes, item.session, item.request, wait, grows(&item.action))
+        let Item { session, request, keep, ref action, .. } = *item;
+        self.submit_encoded(&bytes, session, request, keep, wait, grows(action))
     }
 
     /// The same for an item that has the form of the log already.
@@ -648,6 +653,7 @@ impl Replica {
         item: &[u8],
         session: SessionId,
         request: RequestId,
+        keep: bool,
         wait: Option<Span>,
         grows: bool,
     ) -> bool {
@@ -664,6 +670,7 @@ impl Replica {
                 cancel_at: (wait > Span::ZERO).then(|| end + CANCEL),
                 give_up_at: end + GIVE_UP,
                 given_up: false,
+                keep,
             };
             self.pending.insert((session, request), pending);
         }
@@ -960,7 +967,9 @@ impl Replica {
                 if let Some(pending) = self.pending.remove(&(*session, *request))
                     && pending.given_up
                 {
-                    self.take_back(*session, outcome.clone());
+                    if !pending.keep {
+                        self.take_back(*session, outcome.clone());
+                    }
                     return;
                 }
             }
@@ -1024,6 +1033,7 @@ impl Replica {
         self.time_seen = self.time_seen.max(self.machine.now());
         self.consensus.tail_mut().install(metadata, data);
         self.queue.push(NodeEvent::Machine(Event::Members));
+        self.queue.push(NodeEvent::Skipped);
         match self.machine.newest_run(self.id()) {
             Some(run) if run > self.run => {
                 self.handle_event(Event::RunStarted(run));

@@ -112,6 +112,8 @@ pub struct Start {
     pub client_addr: String,
     /// The newest form of entries it can read.
     pub version: u32,
+    /// It keeps the log, but no state.
+    pub witness: bool,
 }
 
 /// A member.
@@ -149,6 +151,31 @@ pub struct Policy {
     pub auto_release: AutoRelease,
     /// How long the locks of an orderly closed connection with a stable reference stay.
     pub orphan_ttl: Span,
+}
+
+impl Policy {
+    /// The settings in which two policies differ, by their flags.
+    #[must_use]
+    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+        let (a, b) = (&self.limits, &other.limits);
+        let settings = [
+            ("max-locks", a.locks_max == b.locks_max),
+            ("max-keys", a.keys_max == b.keys_max),
+            ("max-list-length", a.list_length_max == b.list_length_max),
+            ("max-waiters", a.waiters_max == b.waiters_max),
+            ("max-subscriptions", a.subscriptions_max == b.subscriptions_max),
+            ("max-value-bytes", a.value_bytes_max == b.value_bytes_max),
+            ("default-lease-ttl", a.default_lease == b.default_lease),
+            ("gc-max-idle", a.idle_max == b.idle_max),
+            ("gc-interval", a.gc_interval == b.gc_interval),
+            ("shared-key-namespace", a.shared_namespace == b.shared_namespace),
+            ("kv-idle-gc", a.kv_idle_gc == b.kv_idle_gc),
+            ("failover-grace", a.failover_grace == b.failover_grace),
+            ("auto-release", self.auto_release == other.auto_release),
+            ("orphan-ttl", self.orphan_ttl == other.orphan_ttl),
+        ];
+        settings.into_iter().filter(|(_, same)| !same).map(|(name, _)| name).collect()
+    }
 }
 
 /// Something the leader itself puts into the log.

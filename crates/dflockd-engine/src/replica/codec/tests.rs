@@ -127,6 +127,7 @@ impl Parts {
                 disk: self.a,
                 client_addr: String::from_utf8_lossy(&self.value).into_owned(),
                 version: self.number,
+                witness: self.flags[0],
             }),
             "keep" => Action::Keep { secret: self.secret() },
             "attach" => Action::Attach { secret: self.secret() },
