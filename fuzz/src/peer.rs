@@ -27,7 +27,8 @@ pub fn run(data: &[u8]) {
         | Frame::Expect { .. }
         | Frame::ChunkAck { .. }
         | Frame::Admin { .. }
-        | Frame::AdminReply { .. } => {}
+        | Frame::AdminReply { .. }
+        | Frame::Members { .. } => {}
     }
 }
 

@@ -1,5 +1,7 @@
 //! Runs simulated clusters: one seed, many, or without end.
 
+use std::time::{Duration, Instant};
+
 use clap::Parser;
 use dflockd_sim::plan::{Plan, Switches};
 use dflockd_sim::runner;
@@ -27,6 +29,9 @@ struct Arguments {
     /// Kinds of faults and requests to leave out.
     #[arg(long, value_delimiter = ',')]
     off: Vec<String>,
+    /// Stop after so many seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
     /// Tell everything.
     #[arg(long)]
     verbose: bool,

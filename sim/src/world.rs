@@ -834,7 +834,7 @@ impl World {
         let applied = live.applied;
         match event {
             // The world cuts connections with subscriptions when a snapshot is installed.
-            NodeEvent::Skipped => {}
+            NodeEvent::Skipped | NodeEvent::Peers(_) => {}
             NodeEvent::Machine(MachineEvent::Effect(Effect::Reply {
                 session,
                 request,

@@ -533,8 +533,13 @@ impl Replicated {
         self.came.notify_all();
     }
 
-    /// Brings events to this node's clients. True: the members have changed.
-    pub(crate) fn route(&self, events: impl Iterator<Item = NodeEvent>, replica: &Replica) -> bool {
+    /// Brings events to this node's clients. True: the members have changed. Whom there is to talk to goes to `meet`.
+    pub(crate) fn route(
+        &self,
+        events: impl Iterator<Item = NodeEvent>,
+        replica: &Replica,
+        mut meet: impl FnMut(std::collections::BTreeMap<RaftId, Member>),
+    ) -> bool {
         let mut pokes = Pokes::new();
         let mut members = false;
         for event in events {
@@ -553,6 +558,7 @@ impl Replicated {
                         let _ = sender.send(result);
                     }
                 }
+                NodeEvent::Peers(members) => meet(members),
                 NodeEvent::Skipped => {
                     let Some(store) = replica.machine().store() else { continue };
                     for session in self.router.all() {

@@ -1,6 +1,7 @@
 //! Sessions, and the way from an effect to whoever waits for it.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -76,10 +77,10 @@ impl Pokes {
     pub fn run(&mut self) {
         self.urgent = false;
         for (sink, urgent) in self.sinks.drain(..) {
-            if urgent {
-                sink.poke_patiently();
-            } else {
-                sink.poke();
+            let poke = || if urgent { sink.poke_patiently() } else { sink.poke() };
+            // One broken connection must neither keep the others from being served nor end the thread that does it.
+            if catch_unwind(AssertUnwindSafe(poke)).is_err() {
+                sink.close();
             }
         }
     }

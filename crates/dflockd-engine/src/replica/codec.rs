@@ -1002,6 +1002,7 @@ mod frame {
     pub(super) const CHUNK_ACK: u8 = 5;
     pub(super) const ADMIN: u8 = 6;
     pub(super) const ADMIN_REPLY: u8 = 7;
+    pub(super) const MEMBERS: u8 = 8;
 }
 
 /// What one node tells another.
@@ -1063,6 +1064,11 @@ pub enum Frame {
         /// By [`pack`].
         reply: Bytes,
     },
+    /// The leader tells a member that has no state yet whom there is to talk to.
+    Members {
+        /// By [`pack`], as the machine has them.
+        members: Bytes,
+    },
 }
 
 impl Frame {
@@ -1116,6 +1122,10 @@ impl Frame {
                 put_u64(&mut out, *id);
                 put_bytes(&mut out, reply);
             }
+            Self::Members { members } => {
+                out.push(frame::MEMBERS);
+                put_bytes(&mut out, members);
+            }
         }
         debug_assert!(out.len() <= FRAME_BYTES_MAX, "a frame that nobody takes");
         out.into()
@@ -1163,6 +1173,7 @@ impl Frame {
                 id: take_u64(input)?,
                 reply: bytes.slice_ref(take_bytes(input)?),
             },
+            frame::MEMBERS => Self::Members { members: bytes.slice_ref(take_bytes(input)?) },
             _ => return Err(Malformed::Form("an unknown kind of frame")),
         })
     }
@@ -1174,9 +1185,9 @@ impl Frame {
             Self::Raft { message, .. } => message_bytes(message),
             Self::Forward(batch) => batch.bytes.len(),
             Self::Chunk { header, data, .. } => header.len() + data.len(),
-            Self::Admin { request: bytes, .. } | Self::AdminReply { reply: bytes, .. } => {
-                bytes.len()
-            }
+            Self::Admin { request: bytes, .. }
+            | Self::AdminReply { reply: bytes, .. }
+            | Self::Members { members: bytes } => bytes.len(),
             Self::Expect { .. } | Self::ChunkAck { .. } => 0,
         }
     }
@@ -1210,6 +1221,7 @@ impl fmt::Debug for Frame {
             Self::ChunkAck { transfer, received } => write!(f, "ChunkAck({transfer}: {received})"),
             Self::Admin { id, request } => write!(f, "Admin({id}: {} bytes)", request.len()),
             Self::AdminReply { id, reply } => write!(f, "AdminReply({id}: {} bytes)", reply.len()),
+            Self::Members { members } => write!(f, "Members({} bytes)", members.len()),
         }
     }
 }

@@ -138,6 +138,7 @@ pub(crate) async fn start(
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
+    let runtime = tokio::runtime::Handle::current();
     let seats = Seats {
         front: Arc::clone(front),
         gate,
@@ -146,7 +147,11 @@ pub(crate) async fn start(
         start,
         options,
     };
-    spawn("replica", move || seats.run(log, recovered))?;
+    spawn("replica", move || {
+        // Connections that are served from here may want to spawn something.
+        let _context = runtime.enter();
+        seats.run(log, recovered);
+    })?;
     Ok(transport)
 }
 
@@ -362,13 +367,7 @@ impl Seats {
 
     /// Tells the transport whom there is to talk to.
     fn meet(&self, replica: &Replica) {
-        let members = replica.machine().members();
-        let peers = members.iter().map(|(&raft_id, member)| PeerAddress {
-            raft_id,
-            node: member.node.clone(),
-            address: member.peer_addr.clone(),
-        });
-        self.transport.set_peers(peers.collect());
+        self.dial(replica.machine().members());
         if let Some(policy) = replica.machine().policy()
             && self.front.view().policy.as_ref() != Some(policy)
         {
@@ -379,6 +378,15 @@ impl Seats {
             }
         }
         self.front.set_members(replica);
+    }
+
+    fn dial(&self, members: &BTreeMap<RaftId, Member>) {
+        let peers = members.iter().map(|(&raft_id, member)| PeerAddress {
+            raft_id,
+            node: member.node.clone(),
+            address: member.peer_addr.clone(),
+        });
+        self.transport.set_peers(peers.collect());
     }
 
     /// Does what the replica wants. True: it is over.
@@ -398,7 +406,9 @@ impl Seats {
             let lane = if frame.bulk { Lane::Bulk } else { Lane::Main };
             self.transport.send(frame.to, lane, frame.bytes);
         }
-        let members_changed = self.front.route(outputs.events.drain(..), replica);
+        let members_changed = self.front.route(outputs.events.drain(..), replica, |members| {
+            self.dial(&members);
+        });
         if members_changed {
             self.meet(replica);
         }

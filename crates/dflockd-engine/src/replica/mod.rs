@@ -36,7 +36,7 @@ use self::consensus::{Consensus, Tail, change_of};
 use self::log::{LogBatch, Recovered};
 use self::machine::{Event, Machine};
 use self::transfer::{Complete, Transfers};
-use self::types::{Action, Item, Order, Policy, RaftId, Run, Start};
+use self::types::{Action, Item, Member, Order, Policy, RaftId, Run, Start};
 
 /// One tick of Raft's clock.
 pub const TICK: Span = Span::from_millis(10);
@@ -198,6 +198,8 @@ pub enum NodeEvent {
     NewRun(Run),
     /// A received snapshot jumped over entries: pushes in them were never seen here.
     Skipped,
+    /// Whom there is to talk to, as long as this node's own state does not say.
+    Peers(BTreeMap<RaftId, Member>),
 }
 
 /// A request that was accepted here and is not answered.
@@ -549,6 +551,13 @@ impl Replica {
             Frame::Admin { id, request } => {
                 if let Ok(request) = codec::unpack::<AdminRequest>(&request) {
                     self.admins.forwarded(from, id, request);
+                }
+            }
+            Frame::Members { members } => {
+                if self.machine.members().is_empty()
+                    && let Ok(members) = codec::unpack::<BTreeMap<RaftId, Member>>(&members)
+                {
+                    self.queue.push(NodeEvent::Peers(members));
                 }
             }
             Frame::AdminReply { id, reply } => {
@@ -1564,7 +1573,23 @@ impl Replica {
         Accepted::Yes
     }
 
+    /// Tells new members, who have no state yet, where the others are.
+    fn introduce(&mut self) {
+        let is_new = |id: &RaftId| {
+            *id != self.id() && self.consensus.progress(*id).is_some_and(|(at, _)| at == 0)
+        };
+        let new: Vec<RaftId> = self.machine.members().keys().copied().filter(is_new).collect();
+        if !new.is_empty() {
+            let members = codec::pack(self.machine.members()).into();
+            let bytes = Frame::Members { members }.encode();
+            self.transfers.frames.extend(new.into_iter().map(|id| (id, bytes.clone())));
+        }
+    }
+
     fn look_after_leadership(&mut self) {
+        if self.consensus.is_leader() {
+            self.introduce();
+        }
         if !self.consensus.is_leader() || self.consensus.is_transferring() {
             return;
         }

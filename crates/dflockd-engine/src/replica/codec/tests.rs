@@ -524,6 +524,7 @@ fn frame_samples() -> Vec<(String, Frame)> {
         Frame::ChunkAck { transfer: 1, received: 7 },
         Frame::Admin { id: 1, request: Bytes::from_static(b"request") },
         Frame::AdminReply { id: 1, reply: Bytes::from_static(b"reply") },
+        Frame::Members { members: Bytes::from_static(b"members") },
     ];
     for frame in others {
         let name = match frame {
@@ -534,6 +535,7 @@ fn frame_samples() -> Vec<(String, Frame)> {
             Frame::ChunkAck { .. } => "chunk-ack",
             Frame::Admin { .. } => "admin",
             Frame::AdminReply { .. } => "admin-reply",
+            Frame::Members { .. } => "members",
         };
         samples.push((name.into(), frame));
     }
@@ -939,6 +941,7 @@ fn frames() -> impl Strategy<Value = Frame> {
             .prop_map(|(id, request)| Frame::Admin { id, request: request.into() }),
         1 => (number(), bytes(100))
             .prop_map(|(id, reply)| Frame::AdminReply { id, reply: reply.into() }),
+        1 => bytes(100).prop_map(|members| Frame::Members { members: members.into() }),
     ]
 }
 
@@ -980,6 +983,7 @@ fn check_frame(bytes: &[u8]) {
         Frame::Chunk { header, data, .. } => shared.extend([header, data]),
         Frame::Admin { request, .. } => shared.push(request),
         Frame::AdminReply { reply, .. } => shared.push(reply),
+        Frame::Members { members } => shared.push(members),
         Frame::Expect { .. } | Frame::ChunkAck { .. } => {}
     }
     assert!(owned <= 8 * bytes.len(), "{owned} bytes for {}", bytes.len());
