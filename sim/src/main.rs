@@ -79,14 +79,9 @@ fn main() {
         return;
     }
     let count = (!arguments.forever).then_some(arguments.seeds);
-    let summary = runner::run_many(
-        arguments.from,
-        count,
-        arguments.jobs,
-        &switches,
-        arguments.failures,
-        None,
-    );
+    let until = arguments.seconds.map(|seconds| Instant::now() + Duration::from_secs(seconds));
+    let (from, jobs) = (arguments.from, arguments.jobs);
+    let summary = runner::run_many(from, count, jobs, &switches, arguments.failures, until);
     println!("{}", summary.text());
     for (seed, broken) in &summary.failed {
         println!("{}: cargo run -p dflockd-sim --release -- --seed {seed}", broken.property);

@@ -14,6 +14,7 @@ use crate::router::{Attachment, Pokes, SessionSecret, Sink};
 const NAMES_MAX: usize = 5000;
 
 /// What keeps the state.
+#[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Engine {
     /// This process, in memory.
     Memory(Memory),

@@ -177,8 +177,11 @@ impl Replicated {
         self.view.lock().clone()
     }
 
-    /// Whether this node leads, and if not, where clients find who does.
-    #[must_use]
+    /// Whether this node leads.
+    ///
+    /// # Errors
+    ///
+    /// If not: where clients find who does, if that is known.
     pub fn leadership(&self) -> Result<(), Option<String>> {
         let view = self.view.lock();
         if view.is_leader() { Ok(()) } else { Err(view.leader_addr().map(str::to_owned)) }
@@ -582,8 +585,10 @@ impl Replicated {
     fn route_event(&self, event: Event, machine: &Machine, pokes: &mut Pokes) {
         match event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
+                // What was given and can not be told is taken back by the node that should have told it, and by no other.
                 let repeatable = machine.is_kept(session) && request.is_repeatable();
-                self.reply(session, request, outcome, repeatable, pokes);
+                let own = machine.home(session) == Some(Run(self.run.load(Ordering::Acquire)));
+                self.reply(session, request, outcome, own && !repeatable, pokes);
             }
             Event::Effect(Effect::Push { session, push, .. }) => self.push(session, push, pokes),
             Event::Effect(Effect::SessionEnded { session }) => {
@@ -620,18 +625,18 @@ impl Replicated {
         }
     }
 
-    /// Answers a request of a connection here. Who can repeat it gets the answer then, if nobody is there now.
+    /// Answers a request of a connection here. `undo`: what it gave is to be taken back if nobody is there.
     fn reply(
         &self,
         id: SessionId,
         request: RequestId,
         outcome: Outcome,
-        repeatable: bool,
+        undo: bool,
         pokes: &mut Pokes,
     ) {
         let Some(session) = self.router.get(id) else {
             // Its connection ended before the answer came.
-            if Run::of(id).0 == self.run.load(Ordering::Acquire) && !repeatable {
+            if undo {
                 self.undo(&outcome);
             }
             return;
@@ -649,7 +654,7 @@ impl Replicated {
             None => false,
         };
         drop(state);
-        if !told && !repeatable {
+        if !told && undo {
             self.undo(&outcome);
         }
     }

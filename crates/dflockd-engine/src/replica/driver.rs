@@ -258,6 +258,9 @@ struct Seats {
     options: ClusterOptions,
 }
 
+/// A replica, and the frame that told it who it is, if one had to.
+type Begun = (Replica, Option<(RaftId, Bytes)>);
+
 /// What the log's thread is told.
 enum LogJob {
     Write(LogWrite),
@@ -310,7 +313,7 @@ impl Seats {
         &self,
         recovered: Recovered,
         jobs: &mpsc::Sender<LogJob>,
-    ) -> Result<Option<(Replica, Option<(RaftId, Bytes)>)>, String> {
+    ) -> Result<Option<Begun>, String> {
         let mut raft_id = self.gate.who.lock().raft_id;
         let mut first = None;
         while raft_id == 0 {

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
     Caller, Command, Effect, Outcome, Refusal, RequestId, SessionId, Shared, Span, Store, Timestamp,
 };
@@ -138,7 +139,11 @@ impl Machine {
 
     fn with(registry: Registry, store: Option<Store>, shared: Arc<Shared>, witness: bool) -> Self {
         let kept = registry.kept.iter();
-        let by_secret = kept.map(|(&session, kept)| (kept.secret, session)).collect();
+        let mut by_secret: BTreeMap<_, _> =
+            kept.map(|(&session, kept)| (kept.secret, session)).collect();
+        if bug(Bug::SecretsForgotten) {
+            by_secret.clear();
+        }
         Self { registry, store, shared, by_secret, witness, effects: Vec::new() }
     }
 
@@ -309,6 +314,12 @@ impl Machine {
         self.store.as_ref().and_then(Store::next_deadline)
     }
 
+    /// The life of a node to which a session's connection belongs, if it has one.
+    #[must_use]
+    pub fn home(&self, session: SessionId) -> Option<Run> {
+        self.registry.kept.get(&session).map_or(Some(Run::of(session)), |kept| kept.home)
+    }
+
     /// Whether a session outlives its connection.
     #[must_use]
     pub fn is_kept(&self, session: SessionId) -> bool {
@@ -362,6 +373,7 @@ impl Machine {
             Some(state) if state.run == run && state.live && state.seq + 1 == seq => {
                 state.seq = seq;
             }
+            Some(state) if bug(Bug::ItemsTwice) && state.run == run && seq <= state.seq => {}
             _ => return,
         }
         let Item { session, epoch, request, keep, action } = item;
@@ -450,7 +462,8 @@ impl Machine {
         let sessions = self.store.as_ref().map(|store| store.session_ids(ids)).unwrap_or_default();
         for session in sessions {
             if !self.registry.kept.contains_key(&session) {
-                let command = Command::EndSession { release: false, forced: false };
+                let release = bug(Bug::LostNodeReleases);
+                let command = Command::EndSession { release, forced: false };
                 self.run_store(of(session), command, events);
             }
         }

@@ -23,6 +23,7 @@ pub mod types;
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
     Command, Effect, Outcome, Progress, Query, Refusal, RequestId, SessionId, Span, Timestamp,
 };
@@ -880,6 +881,10 @@ impl Replica {
         let messages = ready.take_persisted_messages();
         self.consensus.advance(ready);
         self.consensus.applied(self.applied);
+        let hard_state = hard_state.filter(|_| !bug(Bug::VoteNotKept));
+        if bug(Bug::CountedBeforeSync) {
+            self.consensus.persisted(number);
+        }
         let batch = LogBatch { entries, hard_state, ..LogBatch::default() };
         let nothing = batch.entries.is_empty()
             && batch.hard_state.is_none()
@@ -905,6 +910,10 @@ impl Replica {
     ) {
         self.last_number += 1;
         let number = self.last_number;
+        let mut messages = messages;
+        if bug(Bug::AckBeforeSync) {
+            self.send(std::mem::take(&mut messages), outputs);
+        }
         batch.notes = std::mem::take(&mut self.notes);
         let sync = sync || !batch.notes.is_empty();
         self.unwritten.push_back(Unwritten { number, ready, since: self.now, messages });
@@ -976,7 +985,7 @@ impl Replica {
                 if let Some(pending) = self.pending.remove(&(*session, *request))
                     && pending.given_up
                 {
-                    if !pending.keep {
+                    if !pending.keep || bug(Bug::UndoKept) {
                         self.take_back(*session, outcome.clone());
                     }
                     return;
@@ -988,7 +997,7 @@ impl Replica {
             Event::Gone { session, request, .. } => {
                 self.pending.remove(&(*session, *request));
             }
-            Event::RunEnded(run) if *run == self.run => self.lose_run(),
+            Event::RunEnded(run) if *run == self.run && !bug(Bug::RunKept) => self.lose_run(),
             Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run => {
                 self.fatal = Some(
                     "the cluster knows a later start of this node: its data directory is an old copy; \
@@ -1082,6 +1091,9 @@ impl Replica {
         let mut metadata = SnapshotMetadata { index: self.applied, ..Default::default() };
         metadata.term = tail.term_at(self.applied).expect("just applied");
         metadata.set_conf_state(self.consensus.conf_state());
+        if bug(Bug::StaleMembers) {
+            metadata.set_conf_state(tail.snapshot.get_conf_state().clone());
+        }
         let entries = tail.slice(tail.snapshot.index + 1, self.applied + 1).cloned().collect();
         let base = tail.snapshot_data.clone();
         outputs.snapshot_job = Some(SnapshotJob { base, entries, metadata });
@@ -1220,7 +1232,7 @@ impl Replica {
         if self.sent_to != Some(to) {
             self.sent_to = Some(to);
             self.next_send = applied + 1;
-        } else if self.now.since(self.progress_at) >= RESEND {
+        } else if self.now.since(self.progress_at) >= RESEND && !bug(Bug::NoResend) {
             self.next_send = applied + 1;
             self.progress_at = self.now;
         }
@@ -1288,7 +1300,12 @@ impl Replica {
 
     fn add_read(&mut self, what: ReadWhat) {
         let give_up_at = self.now + GIVE_UP;
-        self.reads.push(Read { what, after_seq: self.next_seq - 1, give_up_at });
+        let read = Read { what, after_seq: self.next_seq - 1, give_up_at };
+        if bug(Bug::ReadAtOnce) {
+            self.reads_confirmed.entry(self.applied).or_default().push(read);
+            return;
+        }
+        self.reads.push(read);
     }
 
     fn ask_reads(&mut self) {
@@ -1459,7 +1476,10 @@ impl Replica {
 
     fn begin_reign(&mut self) {
         self.end_reign();
-        let base = self.time_seen.max(self.machine.now());
+        let mut base = self.time_seen.max(self.machine.now());
+        if bug(Bug::TimeRunsAhead) {
+            base = base + Span::from_secs(5);
+        }
         let term = self.consensus.term();
         self.reign = Some(Reign { term, base, since: self.now, opening: None });
         self.stamped_at = base;
@@ -1486,7 +1506,7 @@ impl Replica {
         let deadline = self.machine.next_deadline();
         let due = deadline.is_some_and(|at| at <= stamp)
             || deadline.is_some() && stamp.since(self.stamped_at) >= TIME_ENTRY;
-        if due && self.tick_index <= self.applied {
+        if due && self.tick_index <= self.applied && !bug(Bug::NoTick) {
             orders.push(Order::Tick);
         }
         if self.lost_proposed.is_some_and(|(_, index)| index > self.applied) {
@@ -1562,10 +1582,8 @@ impl Replica {
         if known >= u64::from(batch.count) {
             return Accepted::Expects(*expected);
         }
-        if known > 0 {
-            if batch.skip(known).is_err() {
-                return Accepted::Not;
-            }
+        if known > 0 && batch.skip(known).is_err() {
+            return Accepted::Not;
         }
         *expected = batch.first_seq + u64::from(batch.count);
         self.proposal_bytes += batch.bytes.len();

@@ -1,0 +1,40 @@
+//! The bug bank: each known mistake must be found, a few in each run and all on demand.
+//!
+//! `DFLOCKD_BUGS` says how many (`all`: all), `DFLOCKD_BUGS_FROM` with which to begin; by default the day decides.
+#![cfg(feature = "bugs")]
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use dflockd_core::bugs::{self, Bug};
+use dflockd_sim::plan::Switches;
+use dflockd_sim::runner;
+
+const SEEDS_MAX: u64 = 2000;
+
+#[test]
+fn known_mistakes_are_found() {
+    let days = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86_400;
+    let from = std::env::var("DFLOCKD_BUGS_FROM").ok().and_then(|text| text.parse().ok());
+    let from: usize = from.unwrap_or(usize::try_from(days).unwrap() * 3);
+    let count = match std::env::var("DFLOCKD_BUGS").as_deref() {
+        Ok("all") => Bug::ALL.len(),
+        Ok(text) => text.parse().unwrap(),
+        Err(_) => 3,
+    };
+    // The mistakes panic a lot.
+    std::panic::set_hook(Box::new(|_| {}));
+    let mut missed = Vec::new();
+    for number in from..from + count {
+        let bug = Bug::ALL[number % Bug::ALL.len()];
+        bugs::set(Some(bug));
+        let summary = runner::run_many(1, Some(SEEDS_MAX), 2, &Switches::default(), 1, None);
+        bugs::set(None);
+        match summary.failed.first() {
+            Some((seed, broken)) => {
+                eprintln!("{bug:?}: seed {seed}, {}, after {:.1?}", broken.property, summary.real);
+            }
+            None => missed.push(bug),
+        }
+    }
+    assert!(missed.is_empty(), "not found within {SEEDS_MAX} seeds: {missed:?}");
+}
