@@ -366,7 +366,11 @@ impl Replicated {
 
     /// What became of an attach that was answered.
     pub(crate) fn attached(&self, by: &Attachment) -> Option<Attachment> {
-        by.session.state.lock().attached.take()
+        let attached = by.session.state.lock().attached.take();
+        if attached.is_some() {
+            self.router.remove(&by.session);
+        }
+        attached
     }
 
     /// Looks at the state, on the replica's thread: as of now for the whole cluster, or as this node has it. None if that

@@ -377,7 +377,10 @@ impl Seats {
             let differ = self.options.policy.differences(policy);
             if !differ.is_empty() {
                 let settings = differ.join(", ");
-                tracing::warn!(settings, "the cluster decides by other values than this node's flags");
+                tracing::warn!(
+                    settings,
+                    "the cluster decides by other values than this node's flags"
+                );
             }
         }
         self.front.set_members(replica);

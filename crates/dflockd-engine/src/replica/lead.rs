@@ -1,0 +1,258 @@
+//! Leading: the time of the cluster, what is proposed, and handing leadership on.
+
+use super::*;
+
+impl Replica {
+    /// Cluster time, on a leader.
+    pub(super) fn cluster_time(&self) -> Option<Timestamp> {
+        let reign = self.reign.as_ref()?;
+        let is_current = self.consensus.is_leader() && self.consensus.term() == reign.term;
+        is_current.then(|| reign.base + self.now.since(reign.since))
+    }
+
+    /// Whether clients' batches may be proposed.
+    pub(super) fn is_open(&self) -> bool {
+        let opening = self.reign.as_ref().and_then(|reign| reign.opening);
+        self.cluster_time().is_some() && opening.is_some_and(|index| index <= self.applied)
+    }
+
+    pub(super) fn lead(&mut self) {
+        if !self.consensus.is_leader() {
+            self.end_reign();
+            return;
+        }
+        if self.cluster_time().is_none() {
+            self.begin_reign();
+        }
+        if self.config.witness || self.consensus.is_transferring() {
+            return;
+        }
+        let Some(stamp) = self.cluster_time() else { return };
+        let mut orders = Vec::new();
+        let opens = self.reign.as_ref().is_some_and(|reign| reign.opening.is_none());
+        if opens {
+            if self.machine.policy().is_none() {
+                orders.push(Order::Init {
+                    policy: Box::new(self.config.policy.clone()),
+                    seed: self.config.seed,
+                    fence: self.config.fence,
+                });
+            }
+            orders.push(Order::NewTerm);
+        } else if self.is_open() {
+            self.early_bytes = 0;
+            for (from, batch) in std::mem::take(&mut self.early) {
+                self.handle_forward(from, batch);
+            }
+            self.forward_own();
+            orders.append(&mut self.orders);
+            self.order_what_is_due(stamp, &mut orders);
+        } else {
+            return;
+        }
+        if orders.is_empty() && self.proposals.is_empty() {
+            return;
+        }
+        let payloads = self.payloads(stamp, &orders);
+        if !self.consensus.propose(payloads) {
+            // Digests and policies come again by whoever asked; the rest is due again at the next look.
+            return;
+        }
+        self.proposals.clear();
+        self.proposal_bytes = 0;
+        self.stamped_at = stamp;
+        self.time_seen = self.time_seen.max(stamp);
+        let last = self.consensus.last_index();
+        if let Some(reign) = &mut self.reign
+            && opens
+        {
+            reign.opening = Some(last);
+        }
+        for order in orders {
+            match order {
+                Order::Tick => self.tick_index = last,
+                Order::NodeLost { run } => self.lost_proposed = Some((run, last)),
+                Order::Init { .. } | Order::NewTerm | Order::Policy(_) | Order::Digest { .. } => {}
+            }
+        }
+    }
+
+    /// This node's own clients, when it leads.
+    pub(super) fn forward_own(&mut self) {
+        if self.consensus.leader() == Some(self.id()) {
+            let mut nothing = Outputs::default();
+            self.forward(&mut nothing);
+        }
+    }
+
+    pub(super) fn begin_reign(&mut self) {
+        self.end_reign();
+        let mut base = self.time_seen.max(self.machine.now());
+        if bug(Bug::TimeRunsAhead) {
+            base = base + Span::from_secs(5);
+        }
+        let term = self.consensus.term();
+        self.reign = Some(Reign { term, base, since: self.now, opening: None });
+        self.stamped_at = base;
+        // Nobody is silent who was never listened to.
+        self.heard = self.machine.members().keys().map(|&id| (id, self.now)).collect();
+        tracing::info!(term, "this node leads");
+    }
+
+    pub(super) fn end_reign(&mut self) {
+        if self.reign.take().is_some() {
+            tracing::info!("this node leads no more");
+        }
+        self.expected.clear();
+        self.proposals.clear();
+        self.proposal_bytes = 0;
+        self.early.clear();
+        self.early_bytes = 0;
+        self.orders.clear();
+        self.tick_index = 0;
+        self.lost_proposed = None;
+    }
+
+    pub(super) fn order_what_is_due(&mut self, stamp: Timestamp, orders: &mut Vec<Order>) {
+        let deadline = self.machine.next_deadline();
+        let due = deadline.is_some_and(|at| at <= stamp)
+            || deadline.is_some() && stamp.since(self.stamped_at) >= TIME_ENTRY;
+        if due && self.tick_index <= self.applied && !bug(Bug::NoTick) {
+            orders.push(Order::Tick);
+        }
+        if self.lost_proposed.is_some_and(|(_, index)| index > self.applied) {
+            return;
+        }
+        let silent = self.heard.iter().find(|&(&id, &heard)| {
+            id != self.id() && self.now.since(heard) >= SILENCE && self.machine.run_of(id).is_some()
+        });
+        if let Some((&id, _)) = silent
+            && let Some(run) = self.machine.run_of(id)
+        {
+            tracing::warn!(raft_id = id, "a member is silent; its connections are given up");
+            orders.push(Order::NodeLost { run });
+        }
+    }
+
+    /// All that waits, as entries with one stamp.
+    pub(super) fn payloads(&self, stamp: Timestamp, orders: &[Order]) -> Vec<Bytes> {
+        let mut payloads = Vec::new();
+        let mut payload = Vec::new();
+        codec::begin_payload(&mut payload, stamp);
+        for order in orders {
+            codec::put_order(&mut payload, order);
+        }
+        let mut items = 0;
+        for batch in &self.proposals {
+            if items > 0
+                && (items + u32::from(batch.count) > u32::from(BATCH_ITEMS_MAX)
+                    || payload.len() + batch.bytes.len() > BATCH_BYTES_MAX)
+            {
+                payloads.push(Bytes::from(std::mem::take(&mut payload)));
+                codec::begin_payload(&mut payload, stamp);
+                items = 0;
+            }
+            items += u32::from(batch.count);
+            batch.put(&mut payload);
+        }
+        payloads.push(Bytes::from(payload));
+        payloads
+    }
+
+    pub(super) fn handle_forward(&mut self, from: RaftId, batch: Batch) {
+        if batch.first_seq == 1 && self.machine.applied_seq(batch.run) == Some(0) {
+            self.consensus.probe_again(from);
+        }
+        if self.consensus.is_leader() && !self.is_open() {
+            // Who hears of a new leader sends at once; it must not have to send again.
+            self.early_bytes += batch.bytes.len();
+            if self.early_bytes <= PENDING_BYTES_MAX {
+                self.early.push((from, batch));
+            }
+            return;
+        }
+        let run = batch.run;
+        let expected = match self.accept(batch) {
+            Accepted::Yes | Accepted::Not => return,
+            Accepted::Expects(seq) => seq,
+        };
+        let frame = Frame::Expect { term: self.consensus.term(), run, seq: expected };
+        self.transfers.frames.push((from, frame.encode()));
+    }
+
+    pub(super) fn accept(&mut self, mut batch: Batch) -> Accepted {
+        if !self.is_open() || self.proposal_bytes > PENDING_BYTES_MAX {
+            return Accepted::Not;
+        }
+        let Some(applied) = self.machine.applied_seq(batch.run) else { return Accepted::Not };
+        let expected = self.expected.entry(batch.run).or_insert(applied + 1);
+        if batch.first_seq > *expected {
+            return Accepted::Expects(*expected);
+        }
+        let known = *expected - batch.first_seq;
+        if known >= u64::from(batch.count) {
+            return Accepted::Expects(*expected);
+        }
+        if known > 0 && batch.skip(known).is_err() {
+            return Accepted::Not;
+        }
+        *expected = batch.first_seq + u64::from(batch.count);
+        self.proposal_bytes += batch.bytes.len();
+        self.proposals.push_back(batch);
+        Accepted::Yes
+    }
+
+    /// Tells new members, who have no state yet, where the others are.
+    pub(super) fn introduce(&mut self) {
+        let is_new = |id: &RaftId| {
+            *id != self.id() && self.consensus.progress(*id).is_some_and(|(at, _)| at == 0)
+        };
+        let new: Vec<RaftId> = self.machine.members().keys().copied().filter(is_new).collect();
+        if !new.is_empty() {
+            let members = codec::pack(self.machine.members()).into();
+            let bytes = Frame::Members { members }.encode();
+            self.transfers.frames.extend(new.into_iter().map(|id| (id, bytes.clone())));
+        }
+    }
+
+    pub(super) fn look_after_leadership(&mut self) {
+        if self.consensus.is_leader() {
+            self.introduce();
+        }
+        if !self.consensus.is_leader() || self.consensus.is_transferring() {
+            return;
+        }
+        let stalled =
+            self.unwritten.front().is_some_and(|write| self.now.since(write.since) >= WRITE_STALL);
+        if (self.config.witness || stalled || self.room_low)
+            && let Some(to) = self.best_successor()
+        {
+            tracing::warn!(to, stalled, low = self.room_low, "leadership is handed over");
+            self.consensus.transfer(to);
+        }
+    }
+
+    /// The full voter whose log reaches farthest.
+    pub(super) fn best_successor(&self) -> Option<RaftId> {
+        let members = self.machine.members().iter();
+        members
+            .filter(|&(&id, member)| {
+                id != self.id() && !member.witness && self.consensus.is_voter(id)
+            })
+            .filter_map(|(&id, _)| match self.consensus.progress(id) {
+                Some((matched, true)) => Some((matched, id)),
+                _ => None,
+            })
+            .max()
+            .map(|(_, id)| id)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Accepted {
+    Yes,
+    /// Not now, or never.
+    Not,
+    /// Another number is next.
+    Expects(u64),
+}
