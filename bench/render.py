@@ -86,6 +86,10 @@ def targets(races):
         if held is not None:
             table.row("w4", "bytes per holder", "≤ 2048", number(held), held <= 2048)
     table.add("w4", "server CPU per renewal ÷ Redis", "redis", "server_cpu", 0.7, False)
+    table.add("durable", "one node on disk, ops/s ÷ Redis (AOF, always)", "redis-aof", "ops", 1.3)
+    for connections, limit in ((1, 2.0), (64, 5.0), (256, 5.0)):
+        what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd"
+        table.add(f"w6-{connections}", what, "etcd", "ops", limit)
     table.add("grow-held", "ops/s, many other locks held ÷ none", "empty", "ops", 0.9)
     table.add("grow-waiters", "hand-overs/s, long queue ÷ ten waiters", "10 waiters", "ops", 0.9)
     rows = sorted(table.rows, key=lambda row: row.split("|")[1].strip())
@@ -225,7 +229,7 @@ def main():
         "are medians over the rounds; a ratio is taken round by round and shown as median (smallest to largest).",
         "Compare within one table only: absolute figures are those of this machine on this day.",
         "",
-        f"- {machine['dflockd']}, memory mode; {versions}; {machine['date']}",
+        f"- {machine['dflockd']}, memory mode but for durable and w6; {versions}; {machine['date']}",
         f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['kernel']}",
         "",
     ]
@@ -255,6 +259,10 @@ def main():
         "  bare epoll loop with one thread and on tokio with a task per connection.",
         "- **w4**: memory is the growth of the server's resident memory from before the first holder connected, in",
         "  the first round; an operation is a renewal.",
+        "- **durable**: w1 against one node with `--raft-dir`, Redis with `appendfsync always`, one etcd; **w6**: the",
+        "  same against three nodes of one cluster each, on one disk, connections spread over the nodes.",
+        "- **Much state**: `bench/durable` shows recovery with a million locks, a snapshot beside load, and 100,000",
+        "  leases that end at once.",
         "- **grow**: the two servers of `grow-held` are two processes, one filled; in `grow-waiters` both sides use",
         "  the same connections, all on one key or eleven on each of many, and hand over one lock at a time.",
         "- **Checks**: while it runs the generator checks that no key has two holders and that fences grow; every",
