@@ -476,6 +476,13 @@ impl Replicated {
         }
     }
 
+    /// There is no state to look at.
+    pub(crate) fn refuse_job(&self, id: u64) {
+        if let Some(job) = self.jobs.lock().remove(&id) {
+            job(None);
+        }
+    }
+
     pub(crate) fn begin_run(&self, run: Run) {
         self.run.store(run.0, Ordering::Release);
     }

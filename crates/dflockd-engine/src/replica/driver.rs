@@ -321,7 +321,9 @@ impl Seats {
                 return Ok(None);
             };
             for input in inputs.others {
-                if let Input::Frame { from, bytes } = input
+                if let Input::Job { id, .. } = input {
+                    self.front.refuse_job(id);
+                } else if let Input::Frame { from, bytes } = input
                     && let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone())
                     && first.is_none()
                 {
