@@ -119,24 +119,25 @@ impl Engine {
         }
     }
 
-    /// Everything a key is. May take a while.
-    pub fn inspect(&self, key: &[u8], each_max: usize) -> Vec<KeyView> {
+    /// Everything a key is; none if nobody can say. May take a while.
+    pub fn inspect(&self, key: &[u8], each_max: usize) -> Option<Vec<KeyView>> {
         match self {
-            Self::Memory(memory) => memory.inspect(key, each_max),
+            Self::Memory(memory) => Some(memory.inspect(key, each_max)),
             Self::Replicated(member) => {
                 let key = key.to_vec();
                 let views = member.look(true, move |machine| {
                     machine.store().map(|store| store.inspect(&key, machine.now(), each_max))
                 });
-                views.flatten().unwrap_or_default()
+                views.flatten()
             }
         }
     }
 
-    /// A page of keys in order. A key that is several things is not split, so it can be a little longer.
-    pub fn ls(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Vec<Listed> {
+    /// A page of keys in order. A key that is several things is not split, so it can be a little longer. None if
+    /// nobody can say.
+    pub fn ls(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Option<Vec<Listed>> {
         match self {
-            Self::Memory(memory) => memory.ls(prefix, after, limit),
+            Self::Memory(memory) => Some(memory.ls(prefix, after, limit)),
             Self::Replicated(member) => {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
                 let listed = member.look(true, move |machine| {
@@ -144,7 +145,7 @@ impl Engine {
                         |store: &Store| store.ls(&prefix, after.as_deref(), limit, machine.now());
                     machine.store().map(ls)
                 });
-                listed.flatten().unwrap_or_default()
+                listed.flatten()
             }
         }
     }

@@ -46,7 +46,7 @@ pub(crate) async fn start(
         node: cluster.node.clone(),
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
-            credentials: credentials(cluster, None)?,
+            credentials: credentials(cluster, [cluster.secret.as_ref(), None])?,
             limits: TransportLimits::default(),
         },
         peer_addr: cluster.dial_addr().to_string(),
@@ -66,14 +66,14 @@ pub(crate) async fn start(
     member.map_err(|why| anyhow!(why)).context("cannot take part in the cluster")
 }
 
-/// What peers are shown. A secret that was read anew is used for dialing, and the one before is still accepted, so that the
-/// members can be told one after the other.
+/// What peers are shown: the first secret is used for dialing, the second, the one before a reload, is still accepted, so that
+/// the members can be told one after the other.
 pub(crate) fn credentials(
     cluster: &ClusterConfig,
-    reloaded: Option<&config::Secret>,
+    given: [Option<&config::Secret>; 2],
 ) -> anyhow::Result<Credentials> {
     let mut secrets = Vec::new();
-    for secret in reloaded.into_iter().chain(&cluster.secret) {
+    for secret in given.into_iter().flatten() {
         let secret = Secret::new(secret.bytes().to_vec())?;
         if !secrets.contains(&secret) {
             secrets.push(secret);

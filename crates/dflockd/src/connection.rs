@@ -32,6 +32,8 @@ const UNREAD_MAX: usize = 4096;
 const OUTPUT_HIGH: usize = 64 * 1024;
 /// Open requests of a numbered connection.
 const OPEN_MAX: usize = 65_536;
+/// How long an answer from behind a log is waited for when the client sends nothing more and the request may wait.
+const LINGER: Span = Span::from_millis(250);
 /// The pause between a failed authentication and the close.
 const AUTH_PAUSE: Span = Span::from_millis(100);
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
@@ -42,10 +44,21 @@ const WRITE_PROGRESS: usize = 64 * 1024;
 pub enum Message {
     /// The answer to an earlier request.
     Reply(RequestId, Outcome),
-    /// The answer to an earlier request that took a while to write: `ok` and this, or `nil`.
-    Text(RequestId, Option<Arc<[u8]>>),
+    /// The answer to an earlier request that took a while to write.
+    Text(RequestId, Text),
     /// Something the client is told.
     Push(Push),
+}
+
+/// A text that took a while to write.
+#[derive(Debug)]
+pub enum Text {
+    /// `ok` and this.
+    Value(Arc<[u8]>),
+    /// Nothing is known.
+    Nil,
+    /// Nobody could say.
+    Unavailable,
 }
 
 /// Where other threads leave what a connection must hear.
@@ -169,6 +182,8 @@ pub struct Connection {
     last_request: u64,
     /// The client sends nothing more.
     input_ended: bool,
+    /// Not before then is a client that sends nothing more taken as gone because of a wait.
+    linger_until: Timestamp,
     /// Waits end because the server shuts down.
     draining: bool,
     /// How many requests there were.
@@ -249,6 +264,7 @@ impl Connection {
             open: None,
             last_request: 0,
             input_ended: false,
+            linger_until: now,
             draining: false,
             frames: 0,
             unwritten: VecDeque::new(),
@@ -279,7 +295,8 @@ impl Connection {
             self.pending.extend_from_slice(bytes);
             self.resume(pokes);
         }
-        if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX {
+        let replicated = self.service.engine.replicated().is_some();
+        if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX && !replicated {
             tracing::warn!(peer = %self.peer, "too much input behind a blocking command");
             self.phase = Phase::Over;
         }
@@ -291,6 +308,7 @@ impl Connection {
     pub fn handle_end_of_input(&mut self) {
         self.now = self.service.engine.clock().now();
         self.input_ended = true;
+        self.linger_until = self.now + LINGER;
         self.arm();
     }
 
@@ -456,7 +474,9 @@ impl Connection {
         match self.phase {
             Phase::Stranger | Phase::Ready => {
                 let making_text = self.blocked.is_some_and(|(_, open)| open.place.is_none());
-                !making_text && self.output().len() < OUTPUT_HIGH
+                // Behind a log every request takes a moment, so what follows it is no abuse, but must wait.
+                let enough = self.blocked.is_some() && self.pending.len() >= UNREAD_MAX;
+                !making_text && !enough && self.output().len() < OUTPUT_HIGH
             }
             // Read and dropped: closing with unread input would reset the connection and lose the last answer.
             Phase::Closing(_) => true,
@@ -466,10 +486,15 @@ impl Connection {
 
     /// Whether nothing of what the client has sent remains to be executed or written down.
     fn has_done_all(&self) -> bool {
-        let making_text = |open: &Open| open.place.is_none();
+        // In memory only a wait is not answered at once. Behind a log nothing is.
+        let replicated = self.service.engine.replicated().is_some();
+        let comes_soon = |open: &Open| {
+            let waits = may_wait(open.op) && self.now >= self.linger_until;
+            open.place.is_none() || replicated && !waits
+        };
         let blocked = self.blocked.as_ref().map(|(_, open)| open);
         let open = self.open.iter().flat_map(|open| open.values());
-        !self.held_back && !blocked.into_iter().chain(open).any(making_text)
+        !self.held_back && !blocked.into_iter().chain(open).any(comes_soon)
     }
 
     /// When [`Connection::handle_time`] should be called if nothing happens before.
@@ -479,8 +504,10 @@ impl Connection {
             Phase::Closing(at) if self.output().is_empty() => Some(at),
             Phase::Stranger | Phase::Ready | Phase::Closing(_) | Phase::Over => None,
         };
+        let lingers = self.input_ended && closing.is_none() && self.linger_until > self.now;
+        let linger = lingers.then_some(self.linger_until);
         let Deadlines { read, idle, write, .. } = self.deadlines;
-        [read, idle, write, closing].into_iter().flatten().min()
+        [read, idle, write, closing, linger].into_iter().flatten().min()
     }
 
     /// Whether the socket can be closed.
@@ -574,7 +601,11 @@ impl Connection {
                 Message::Reply(request, outcome) => self.answer_open(request, outcome),
                 Message::Text(request, text) => {
                     if self.take_open(request).is_some() {
-                        let text = text.as_deref().map_or(Response::Nil, Response::Value);
+                        let text = match &text {
+                            Text::Value(text) => Response::Value(text),
+                            Text::Nil => Response::Nil,
+                            Text::Unavailable => Response::Error(ErrorCode::Error),
+                        };
                         self.respond(self.number_of(request), &text);
                     }
                 }
@@ -755,18 +786,21 @@ impl Connection {
             }
             Request::Stats => {
                 let asked = self.now.0;
-                self.make_text(id, op, move |service| Some(service.stats(asked)));
+                self.make_text(id, op, move |service| Text::Value(service.stats(asked)));
             }
             Request::Ls { prefix, limit, after } => {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
                 self.make_text(id, op, move |service| {
-                    Some(report::ls(service, &prefix, after.as_deref(), limit).into())
+                    let text = report::ls(service, &prefix, after.as_deref(), limit);
+                    text.map_or(Text::Unavailable, |text| Text::Value(text.into()))
                 });
             }
             Request::Inspect { key } => {
                 let key = key.to_vec();
-                self.make_text(id, op, move |service| {
-                    report::inspect(service, &key).map(Into::into)
+                self.make_text(id, op, move |service| match report::inspect(service, &key) {
+                    Some(Some(text)) => Text::Value(text.into()),
+                    Some(None) => Text::Nil,
+                    None => Text::Unavailable,
                 });
             }
             Request::Cancel { number: cancelled } if self.numbered => {
@@ -895,7 +929,7 @@ impl Connection {
         &mut self,
         id: RequestId,
         op: Op,
-        make: impl FnOnce(&Service) -> Option<Arc<[u8]>> + Send + 'static,
+        make: impl FnOnce(&Service) -> Text + Send + 'static,
     ) {
         self.wait(id, op, None);
         let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&self.inbox));
@@ -1063,6 +1097,25 @@ impl Connection {
             self.deadlines.write_progress = 0;
         }
     }
+}
+
+/// Whether a request may wait by its own will.
+fn may_wait(op: Op) -> bool {
+    matches!(
+        op,
+        Op::L
+            | Op::W
+            | Op::Sl
+            | Op::Sw
+            | Op::Rl
+            | Op::Wl
+            | Op::Rw
+            | Op::Ww
+            | Op::Elect
+            | Op::Blpop
+            | Op::Brpop
+            | Op::Bwait
+    )
 }
 
 /// Whether what an operator named was there, for the log; not known yet behind a log of commands.

@@ -377,9 +377,9 @@ struct Inspection<'a> {
     others: Vec<Inspected<'a>>,
 }
 
-/// The answer to `inspect`; none if nothing is known of the key.
-pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Vec<u8>> {
-    let views = service.engine.inspect(key, INSPECT_EACH_MAX);
+/// The answer to `inspect`: nothing if nothing is known of the key. None if nobody can say.
+pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Option<Vec<u8>>> {
+    let views = service.engine.inspect(key, INSPECT_EACH_MAX)?;
     let mut labels = Labels { service, known: HashMap::new() };
     let mut all = views.iter().map(|view| match view {
         KeyView::Lock(lock) => inspect_lock(lock, &mut labels),
@@ -410,8 +410,8 @@ pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Vec<u8>> {
             idle_s: seconds(view.idle),
         },
     });
-    let first = all.next()?;
-    Some(json(&Inspection { first, others: all.collect() }))
+    let Some(first) = all.next() else { return Some(None) };
+    Some(Some(json(&Inspection { first, others: all.collect() })))
 }
 
 fn inspect_lock<'a>(lock: &'a LockView, labels: &mut Labels<'_>) -> Inspected<'a> {
@@ -445,9 +445,14 @@ struct ListedKey<'a> {
     waiters: usize,
 }
 
-/// The answer to `ls`.
-pub(crate) fn ls(service: &Service, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Vec<u8> {
-    let listed = service.engine.ls(prefix, after, limit);
+/// The answer to `ls`. None if nobody can say.
+pub(crate) fn ls(
+    service: &Service,
+    prefix: &[u8],
+    after: Option<&[u8]>,
+    limit: usize,
+) -> Option<Vec<u8>> {
+    let listed = service.engine.ls(prefix, after, limit)?;
     let keys: Vec<_> = listed
         .iter()
         .map(|Listed { key, kind, holders, waiters }| ListedKey {
@@ -465,7 +470,7 @@ pub(crate) fn ls(service: &Service, prefix: &[u8], after: Option<&[u8]>, limit: 
             waiters: *waiters,
         })
         .collect();
-    json(&keys)
+    Some(json(&keys))
 }
 
 /// Names of sessions, each looked up once.

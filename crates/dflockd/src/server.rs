@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use anyhow::Context;
 use dflockd_engine::{Clock, Engine, Replicated};
+use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, mpsc};
 
 use crate::cluster;
-use crate::config::Config;
+use crate::config::{Config, Secret};
 use crate::service::Service;
 use crate::tcp::Peers;
 use crate::tls;
@@ -37,6 +38,8 @@ pub struct Running {
     service: Arc<Service>,
     peers: Arc<Peers>,
     config: Config,
+    /// What peers are shown since the last reload.
+    peer_secret: Mutex<Option<Secret>>,
     stop_accepting: Arc<Notify>,
 }
 
@@ -71,7 +74,9 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
     tokio::spawn(tidy(Arc::clone(&service)));
-    Ok(Running { address, service, peers, config, stop_accepting })
+    let secret = config.replicated().and_then(|cluster| cluster.secret.clone());
+    let peer_secret = Mutex::new(secret);
+    Ok(Running { address, service, peers, config, peer_secret, stop_accepting })
 }
 
 impl Running {
@@ -142,11 +147,16 @@ impl Running {
         if let Some(member) = self.service.engine.replicated()
             && let Some(cluster) = self.config.replicated()
         {
+            let mut current = self.peer_secret.lock();
             let reloaded = self.config.reload_raft_secret().map_err(anyhow::Error::from);
-            let credentials = reloaded
-                .and_then(|secret| cluster::credentials(cluster, secret.as_ref()))
-                .and_then(|credentials| member.reload(credentials).map_err(anyhow::Error::msg));
-            if let Err(error) = credentials {
+            let reloaded = reloaded.and_then(|secret| {
+                let secrets = [secret.as_ref(), current.as_ref()];
+                let credentials = cluster::credentials(cluster, secrets)?;
+                member.reload(credentials).map_err(anyhow::Error::msg)?;
+                *current = secret;
+                Ok(())
+            });
+            if let Err(error) = reloaded {
                 tracing::error!(error = format!("{error:#}"), "peer credentials not reloaded");
             }
         }
