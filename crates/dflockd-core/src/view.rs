@@ -189,7 +189,8 @@ pub struct Listed {
 }
 
 impl Store {
-    /// Everything there is, with at most `each_max` holders and waiters per lock, and at most `names_max` keys of each kind.
+    /// Everything there is, with at most `each_max` holders and waiters per lock, and at most `names_max`
+    /// keys of each kind.
     #[must_use]
     pub fn survey(&self, now: Timestamp, each_max: usize, names_max: usize) -> Survey {
         let locks = self.locks.arena.iter().take(names_max);

@@ -1,7 +1,8 @@
 //! The engine behind a Raft log, as connections see it.
 //!
 //! A command becomes an item in a queue, and its answer comes later, through the session's sink, when this node has
-//! applied the entry with the item in it. The queue is emptied by the replica's thread (`replica/driver.rs`), which also
+//! applied the entry with the item in it. The queue is emptied by the replica's thread
+//! (`replica/driver.rs`), which also
 //! brings the events back here.
 
 use std::collections::HashMap;
@@ -373,7 +374,8 @@ impl Replicated {
         attached
     }
 
-    /// Looks at the state, on the replica's thread: as of now for the whole cluster, or as this node has it. None if that
+    /// Looks at the state, on the replica's thread: as of now for the whole cluster, or as this node has it.
+    /// None if that
     /// is not possible in time. Blocks.
     pub(crate) fn look<T: Send + 'static>(
         &self,
@@ -596,7 +598,8 @@ impl Replicated {
     fn route_event(&self, event: Event, machine: &Machine, pokes: &mut Pokes) {
         match event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
-                // What was given and can not be told is taken back by the node that should have told it, and by no other.
+                // What was given and can not be told is taken back by the node that should have told it, and
+                // by no other.
                 let repeatable = machine.is_kept(session) && request.is_repeatable();
                 let own = machine.home(session) == Some(Run(self.run.load(Ordering::Acquire)));
                 self.reply(session, request, outcome, own && !repeatable, pokes);

@@ -66,7 +66,8 @@ pub(crate) async fn start(
     member.map_err(|why| anyhow!(why)).context("cannot take part in the cluster")
 }
 
-/// What peers are shown: the first secret is used for dialing, the second, the one before a reload, is still accepted, so that
+/// What peers are shown: the first secret is used for dialing, the second, the one before a reload, is still
+/// accepted, so that
 /// the members can be told one after the other.
 pub(crate) fn credentials(
     cluster: &ClusterConfig,

@@ -205,7 +205,8 @@ impl Consensus {
         self.settle();
     }
 
-    /// The leader's process is gone: this member wants to lead after `ticks`, but no sooner than it may vote for others.
+    /// The leader's process is gone: this member wants to lead after `ticks`, but no sooner than it may vote
+    /// for others.
     pub(crate) fn hurry(&mut self, ticks: usize) {
         let raft = &mut self.node.raft;
         let timeout = raft.randomized_election_timeout();

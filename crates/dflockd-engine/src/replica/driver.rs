@@ -1,7 +1,8 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
 //! `replica` owns the [`Replica`]: it takes all that has come, lets it decide, and hands out what is to be done. `log`
-//! writes and syncs all that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a
+//! writes and syncs all that is queued at once, so one slow disk stops neither the clock nor the network. A
+//! snapshot has a
 //! thread of its own while it is made. Peers are served by the runtime's threads.
 
 use std::collections::BTreeMap;

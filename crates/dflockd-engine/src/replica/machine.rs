@@ -369,7 +369,8 @@ impl Machine {
             return;
         }
         match self.registry.runs.get_mut(&raft_id) {
-            // Exactly once, in order, without gaps: what comes twice is skipped, what lacks its predecessor is sent again.
+            // Exactly once, in order, without gaps: what comes twice is skipped, what lacks its predecessor
+            // is sent again.
             Some(state) if state.run == run && state.live && state.seq + 1 == seq => {
                 state.seq = seq;
             }

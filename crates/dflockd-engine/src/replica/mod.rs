@@ -6,7 +6,8 @@
 //!
 //! What a client asks becomes an [`Item`], numbered per life of the node (`seq`), and goes to the leader in
 //! batches, from the leader itself as well. Every member applies every entry, and the node that accepted a request
-//! answers it when it applies it. Items that were not applied are sent again, to whoever leads then; the machine takes each
+//! answers it when it applies it. Items that were not applied are sent again, to whoever leads then; the
+//! machine takes each
 //! number once and in order, so a retry has no second effect.
 
 mod accept;
@@ -493,7 +494,8 @@ impl Replica {
                 self.consensus.calm();
                 self.wary_ticks += 1;
                 if self.wary_ticks > WARY_TICKS_MAX {
-                    // What was cut had not been synced, so nobody was told of it unless the disk lied. If all members lost
+                    // What was cut had not been synced, so nobody was told of it unless the disk lied. If
+                    // all members lost
                     // power together, all are wary, and somebody must begin.
                     tracing::warn!("no leader to be level with; this node votes with what it has");
                     self.trust_log();
