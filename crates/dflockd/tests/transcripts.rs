@@ -1,5 +1,6 @@
-//! Conversations with the server, played twice: without sockets on a manual clock, where silence and time
-//! are exact, and over TCP with the real binary. The scripts are in `scripts/`; one line is one step:
+//! Conversations with the server, played four times: without sockets on a manual clock, where silence and time
+//! are exact, and over TCP with the real binary: in memory mode, as a durable single node, and as a follower in a
+//! cluster of three. The scripts are in `scripts/`; one line is one step:
 //!
 //! ```text
 //! # a comment
@@ -43,6 +44,10 @@ use transcript::tcp::Tcp;
 /// Sections of one file that are played at the same time over TCP, where most only wait.
 const TCP_AT_ONCE: usize = 12;
 
+/// Less where each is a process that syncs, or three.
+const DURABLE_AT_ONCE: usize = 8;
+const FOLLOWER_AT_ONCE: usize = 5;
+
 macro_rules! scripts {
     ($($name:ident)*) => {
         const SCRIPTS: &[(&str, &str)] =
@@ -61,6 +66,20 @@ macro_rules! scripts {
                 crate::play(stringify!($name), crate::Way::Tcp);
             })*
         }
+
+        mod durable {
+            $(#[test]
+            fn $name() {
+                crate::play(stringify!($name), crate::Way::Durable);
+            })*
+        }
+
+        mod follower {
+            $(#[test]
+            fn $name() {
+                crate::play(stringify!($name), crate::Way::Follower);
+            })*
+        }
     };
 }
 
@@ -68,6 +87,48 @@ scripts! {
     vectors framing parse_errors auth lifecycle disconnect mutex two_phase semaphores rw elections
     counters kv lists barriers signals watches stats service hello mux sessions reports admin gc
     startup_delay shutdown
+}
+
+/// Ids of sessions name the node and its start there; they do not count from 1.
+const IDS: &str = "it expects the ids of sessions";
+const DELAY: &str = "--startup-grant-delay cannot be used with --raft-dir";
+const BEHIND: &str =
+    "every request takes a moment there, so input behind one waits and is no abuse";
+
+/// Sections that are rightly different behind a log: script, title (all if empty), reason.
+const NOT_REPLICATED: &[(&str, &str, &str)] = &[
+    ("admin", "end-session ends all of one connection, which is told and closed", IDS),
+    ("admin", "end-session of one that waits", IDS),
+    ("admin", "end-session of a kept session, for ever (promise 18)", IDS),
+    (
+        "disconnect",
+        "--auto-release-on-disconnect=false: waiters and enqueue records go all the same",
+        IDS,
+    ),
+    ("lifecycle", "ids of connections count from 1 and are never used again", IDS),
+    ("lifecycle", "4095 bytes behind a blocking command are kept, one more is abuse", BEHIND),
+    ("lifecycle", "4096 bytes at once, together with the blocking command", BEHIND),
+    ("reports", "inspect a lock", IDS),
+    ("startup_delay", "", DELAY),
+    ("stats", "nothing: arrays, never null", "it expects that there is no cluster"),
+    ("stats", "locks", IDS),
+    ("stats", "an election is a lock", IDS),
+    ("stats", "a lock with waiters but no holder: owner 0, expiry 0", DELAY),
+];
+
+fn is_replicated(name: &str, section: &Section) -> bool {
+    !NOT_REPLICATED
+        .iter()
+        .any(|(script, title, _)| *script == name && (title.is_empty() || *title == section.title))
+}
+
+#[test]
+fn what_is_not_replicated_is_there() {
+    for (script, title, _) in NOT_REPLICATED {
+        let (_, text) = SCRIPTS.iter().find(|(name, _)| name == script).expect("it is a script");
+        let titles = script::parse(text).expect("it can be read").into_iter();
+        assert!(title.is_empty() || titles.into_iter().any(|it| it.title == *title), "{title}");
+    }
 }
 
 /// Plays all sections of a script; fails with a report of each that failed.
@@ -78,11 +139,18 @@ fn play(name: &str, way: Way) {
         Ok(sections) => sections,
         Err(error) => panic!("{file}: {error}"),
     };
-    let here = |section: &&Section| section.only.is_none_or(|only| only == way);
+    let here = |section: &&Section| match way {
+        Way::InProcess | Way::Tcp => section.only.is_none_or(|only| only == way),
+        Way::Durable | Way::Follower => {
+            section.only != Some(Way::InProcess) && is_replicated(name, section)
+        }
+    };
     let sections: Vec<_> = sections.iter().filter(here).collect();
     let at_once = match way {
         Way::InProcess => 1,
         Way::Tcp => TCP_AT_ONCE,
+        Way::Durable => DURABLE_AT_ONCE,
+        Way::Follower => FOLLOWER_AT_ONCE,
     };
     let mut failures = Vec::new();
     for part in sections.chunks(at_once) {
@@ -114,6 +182,11 @@ fn play_section(section: &Section, file: &str, way: Way) -> Result<(), String> {
         }
         Way::Tcp => {
             let mut server = Tcp::start(&section.flags).map_err(start_failed)?;
+            Player::new(&mut server).play(section, file)
+        }
+        Way::Durable | Way::Follower => {
+            let size = if way == Way::Durable { 1 } else { 3 };
+            let mut server = Tcp::start_replicated(&section.flags, size).map_err(start_failed)?;
             Player::new(&mut server).play(section, file)
         }
     }

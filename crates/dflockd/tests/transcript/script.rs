@@ -16,6 +16,10 @@ pub(crate) struct Section {
 pub(crate) enum Way {
     InProcess,
     Tcp,
+    /// Over TCP, a single node with a log.
+    Durable,
+    /// Over TCP, a node of three that does not lead.
+    Follower,
 }
 
 pub(crate) struct Step {

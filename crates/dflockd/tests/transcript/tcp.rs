@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -21,14 +23,27 @@ const REST: Duration = Duration::from_secs(2);
 /// After this nothing will come of what the server has not noticed.
 const UNNOTICED: Duration = Duration::from_millis(50);
 
+/// How long a cluster may take to have a leader.
+const START: Duration = Duration::from_secs(20);
+/// How often the processes of a cluster must be seen at rest: while one of them is looked at, what it waits for may
+/// just have been given to another.
+const RESTS: u32 = 2;
+
 pub(crate) struct Tcp {
-    server: Child,
-    address: SocketAddr,
-    log: Arc<Mutex<Vec<String>>>,
+    /// The one that the script talks to first.
+    servers: Vec<Process>,
     clients: BTreeMap<String, Client>,
     started: Instant,
     /// What the script let pass.
     passed: Duration,
+    /// Of a cluster.
+    dir: Option<Dir>,
+}
+
+struct Process {
+    child: Child,
+    address: SocketAddr,
+    log: Arc<Mutex<Vec<String>>>,
 }
 
 struct Client {
@@ -37,10 +52,9 @@ struct Client {
     ended: bool,
 }
 
-impl Tcp {
-    pub(crate) fn start(flags: &[String]) -> Result<Self, String> {
-        let mut server = Command::new(env!("CARGO_BIN_EXE_dflockd"))
-            .args(["--port", "0"])
+impl Process {
+    fn start(flags: &[String]) -> Result<Self, String> {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_dflockd"))
             .args(flags)
             .env_clear()
             .stdin(Stdio::null())
@@ -48,12 +62,12 @@ impl Tcp {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| error.to_string())?;
-        let mut stderr = BufReader::new(server.stderr.take().expect("piped"));
+        let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
         let mut first = Vec::new();
         let address = loop {
             let mut line = String::new();
             if stderr.read_line(&mut line).is_ok_and(|count| count == 0) {
-                let _ = server.wait();
+                let _ = child.wait();
                 return Err(format!("the server did not start: {}", first.concat()));
             }
             first.push(line.clone());
@@ -71,22 +85,164 @@ impl Tcp {
                 more.lock().push(line);
             }
         });
-        Ok(Self {
-            server,
-            address,
-            log,
+        Ok(Self { child, address, log })
+    }
+
+    /// The role of a member that serves.
+    fn role(&self, flags: &[String]) -> Option<String> {
+        let stream = TcpStream::connect(self.address).ok()?;
+        let mut client = Client { stream, received: Vec::new(), ended: false };
+        let given = flags.iter().position(|flag| flag == "--auth-token");
+        let token = given.and_then(|at| flags.get(at + 1)).map(String::as_str);
+        let inline = || flags.iter().find_map(|flag| flag.strip_prefix("--auth-token="));
+        let mut greeting = String::new();
+        if let Some(token) = token.or_else(inline) {
+            greeting = format!("auth\n_\n{token}\n");
+        }
+        client.stream.write_all(format!("{greeting}stats\n_\n\n").as_bytes()).ok()?;
+        loop {
+            let Received::Line(line) = client.receive(Instant::now() + PATIENCE) else {
+                return None;
+            };
+            let Some(json) = line.strip_prefix(b"ok {") else { continue };
+            let json: serde_json::Value = serde_json::from_slice(&[b"{", json].concat()).ok()?;
+            let cluster = &json["cluster"];
+            return (cluster["ready"] == true)
+                .then(|| cluster["role"].as_str().unwrap_or("").to_owned());
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A directory that is removed at the end.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(number: u32) -> Self {
+        let name = format!("dflockd-transcript-{}-{number}", std::process::id());
+        Self(std::env::temp_dir().join(name))
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Tcp {
+    pub(crate) fn start(flags: &[String]) -> Result<Self, String> {
+        let mut all = vec!["--port".to_owned(), "0".to_owned()];
+        all.extend_from_slice(flags);
+        Ok(Self::over(vec![Process::start(&all)?], None))
+    }
+
+    /// Members of a cluster that begins with this script. The script talks to one that does not lead, if there are
+    /// several.
+    pub(crate) fn start_replicated(flags: &[String], size: usize) -> Result<Self, String> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let dir = Dir::new(number);
+        // Connections to others come from 127.0.0.1, so nobody takes these ports in between.
+        let [_, _, high, low] = (std::process::id() ^ number << 8).to_be_bytes();
+        let host = if cfg!(target_os = "linux") {
+            Ipv4Addr::new(127, 201, high, low.max(2))
+        } else {
+            Ipv4Addr::LOCALHOST
+        };
+        let bound: Vec<_> =
+            (0..2 * size).map(|_| TcpListener::bind((host, 0)).expect("a free port")).collect();
+        let addresses: Vec<_> =
+            bound.iter().map(|listener| listener.local_addr().expect("bound")).collect();
+        drop(bound);
+        let list: Vec<_> = addresses
+            .chunks(2)
+            .enumerate()
+            .map(|(at, pair)| format!("n{at}={}@{}", pair[1], pair[0]))
+            .collect();
+        let begun = Instant::now();
+        let mut servers = Vec::new();
+        for (at, pair) in addresses.chunks(2).enumerate() {
+            let mut all: Vec<String> = Vec::new();
+            for (flag, value) in [
+                ("--host", host.to_string()),
+                ("--port", pair[0].port().to_string()),
+                ("--raft-dir", dir.0.join(at.to_string()).display().to_string()),
+                ("--node-id", format!("n{at}")),
+                ("--raft-addr", pair[1].to_string()),
+                ("--cluster-peers", list.join(",")),
+                ("--raft-auth-token", "0123456789abcdef0123456789abcdef".to_owned()),
+                ("--follower-mode", "forward".to_owned()),
+                ("--election-timeout-ms", "400".to_owned()),
+                // Leases end when the scripts say so, although there was an election.
+                ("--failover-grace", "0".to_owned()),
+            ] {
+                all.extend([flag.to_owned(), value]);
+            }
+            // What the scripts are about is the default of one server.
+            if !flags.iter().any(|flag| flag.contains("auto-release")) {
+                all.extend(["--auto-release".to_owned(), "any".to_owned()]);
+            }
+            all.extend_from_slice(flags);
+            std::fs::create_dir_all(&dir.0).map_err(|error| error.to_string())?;
+            servers.push(Process::start(&all)?);
+        }
+        loop {
+            let roles: Vec<_> = servers.iter().map(|server| server.role(flags)).collect();
+            if roles.iter().all(Option::is_some) {
+                let follower = roles.iter().position(|role| role.as_deref() == Some("follower"));
+                servers.swap(0, follower.unwrap_or(0));
+                break;
+            }
+            if begun.elapsed() > START {
+                return Err(format!("the cluster has no leader: {roles:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let tcp = Self::over(servers, Some(dir));
+        // What was asked is over.
+        tcp.settle(None);
+        Ok(Self { started: Instant::now(), ..tcp })
+    }
+
+    fn over(servers: Vec<Process>, dir: Option<Dir>) -> Self {
+        Self {
+            servers,
             clients: BTreeMap::new(),
             started: Instant::now(),
             passed: Duration::ZERO,
-        })
+            dir,
+        }
+    }
+
+    fn is_replicated(&self) -> bool {
+        self.dir.is_some()
+    }
+
+    fn activity(&self) -> Option<Activity> {
+        let mut all = Activity { asleep: true, switches: 0 };
+        for server in &self.servers {
+            let one = Activity::of(server.child.id())?;
+            all.asleep &= one.asleep;
+            all.switches += one.switches;
+        }
+        Some(all)
     }
 
     /// Does something that the server notices, and returns when it has dealt with it: when some thread of the
     /// server has run since and all sleep again. Without this a blocking request and one on another
     /// connection could be executed in any order.
     fn cause(&mut self, act: impl FnOnce(&mut Self)) {
-        self.settle(None);
-        let before = Activity::of(self.server.id());
+        if !self.is_replicated() {
+            self.settle(None);
+        }
+        let before = self.activity();
         act(self);
         self.settle(before);
     }
@@ -94,16 +250,20 @@ impl Tcp {
     /// Waits until all threads of the server sleep and, if told what they had done before, did more.
     fn settle(&self, before: Option<Activity>) {
         let started = Instant::now();
-        let mut pause = Duration::from_micros(20);
+        let mut rests = 0;
+        let (enough, micros) = if self.is_replicated() { (RESTS, 1000) } else { (1, 20) };
+        let mut pause = Duration::from_micros(micros);
         loop {
             // Not Linux: nobody can tell, so it gets some time.
-            let Some(now) = Activity::of(self.server.id()) else {
+            let Some(now) = self.activity() else {
                 return std::thread::sleep(Duration::from_millis(30));
             };
             let moved = before.is_none_or(|before| before.switches != now.switches);
             let waited = started.elapsed();
             // What is sent to a connection that is already closed wakes nobody.
-            if now.asleep && (moved || waited > UNNOTICED) || waited > REST {
+            let rests_now = now.asleep && (moved || waited > UNNOTICED);
+            rests = if rests_now { rests + 1 } else { 0 };
+            if rests >= enough || waited > REST {
                 return;
             }
             std::thread::sleep(pause);
@@ -119,7 +279,7 @@ impl Tcp {
 impl Server for Tcp {
     fn open(&mut self, conn: &str) {
         self.cause(|tcp| {
-            let stream = TcpStream::connect(tcp.address).expect("the server listens");
+            let stream = TcpStream::connect(tcp.servers[0].address).expect("the server listens");
             stream.set_nodelay(true).expect("a socket takes options");
             let client = Client { stream, received: Vec::new(), ended: false };
             tcp.clients.insert(conn.to_owned(), client);
@@ -157,7 +317,12 @@ impl Server for Tcp {
     }
 
     fn receive(&mut self, conn: &str) -> Received {
-        self.client(conn).receive(Instant::now() + PATIENCE)
+        let received = self.client(conn).receive(Instant::now() + PATIENCE);
+        if self.is_replicated() && matches!(received, Received::End) {
+            // What the end means goes through the log, behind the end itself.
+            self.settle(None);
+        }
+        received
     }
 
     fn receive_now(&mut self, conn: &str) -> Received {
@@ -176,7 +341,7 @@ impl Server for Tcp {
 
     fn terminate(&mut self) {
         self.cause(|tcp| {
-            let pid = tcp.server.id().to_string();
+            let pid = tcp.servers[0].child.id().to_string();
             let status = Command::new("kill").args(["-TERM", &pid]).status();
             assert!(status.is_ok_and(|status| status.success()), "kill -TERM {pid} failed");
         });
@@ -185,14 +350,7 @@ impl Server for Tcp {
     fn check(&mut self) {}
 
     fn log(&self) -> Vec<String> {
-        self.log.lock().clone()
-    }
-}
-
-impl Drop for Tcp {
-    fn drop(&mut self) {
-        let _ = self.server.kill();
-        let _ = self.server.wait();
+        self.servers.iter().flat_map(|server| server.log.lock().clone()).collect()
     }
 }
 

@@ -1,0 +1,25 @@
+//! The built binary as a cluster: three and five real processes on the loopback interface, and what is left of their
+//! promises when they are killed, paused, cut off from each other, damaged and replaced.
+//!
+//! Nothing here sleeps for a fixed time to let something happen: every test waits for what must come, at most
+//! [`harness::LIMIT`]. At most two clusters run at a time. `harness.rs` has the cluster and its clients, `proxy.rs` the
+//! network between the members, `load.rs` clients that remember what they were told.
+
+#[cfg(test)]
+mod commands;
+#[cfg(test)]
+mod harness;
+#[cfg(test)]
+mod kill;
+#[cfg(test)]
+mod load;
+#[cfg(test)]
+mod membership;
+#[cfg(test)]
+mod partition;
+#[cfg(test)]
+mod policy;
+#[cfg(test)]
+mod proxy;
+#[cfg(test)]
+mod storage;

@@ -1,0 +1,383 @@
+//! Members come and go (GUARANTEES 41). The nodes run in this process, because only there can changes be asked for.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dflockd::config::{Config, Parsed};
+use dflockd::{Signal, run};
+use dflockd_engine::Replicated;
+use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::harness::{
+    ANSWER, Client, Dir, LIMIT, Node, Turn, eventually, free_addresses, host, millis,
+};
+use super::load::Load;
+
+/// Nodes of one cluster, started one by one.
+struct Site {
+    runtime: Runtime,
+    dir: Dir,
+    _turn: Turn,
+}
+
+struct Member {
+    name: String,
+    client: SocketAddr,
+    peer: SocketAddr,
+    flags: Vec<String>,
+    life: Option<Life>,
+}
+
+struct Life {
+    member: Arc<Replicated>,
+    signals: mpsc::UnboundedSender<Signal>,
+    serving: JoinHandle<Result<(), String>>,
+}
+
+impl Site {
+    fn new() -> Self {
+        let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        Self { runtime, dir: Dir::new(), _turn: Turn::shared() }
+    }
+
+    fn member(&self, name: &str, formation: &[&str]) -> Member {
+        let addresses = free_addresses(host(), 2);
+        let mut all = vec!["--election-timeout-ms".to_owned(), "500".to_owned()];
+        all.extend(formation.iter().map(ToString::to_string));
+        let (client, peer) = (addresses[0], addresses[1]);
+        let flags = Node::new(name, client, peer, self.dir.path(name), &all).flags;
+        Member { name: name.to_owned(), client, peer, flags, life: None }
+    }
+
+    fn start(&self, member: &mut Member) {
+        let begun = Instant::now();
+        let running = loop {
+            let parsed = Config::from_args(member.flags.iter().cloned(), &|_| None);
+            let Ok(Parsed::Run(config)) = parsed else { panic!("the flags start a server") };
+            match self.runtime.block_on(run(*config)) {
+                Ok(running) => break running,
+                // Threads of an earlier life may still be about to end.
+                Err(why) => assert!(begun.elapsed() < LIMIT, "it does not start: {why:#}"),
+            }
+            std::thread::sleep(millis(20));
+        };
+        let replicated = Arc::clone(running.member().expect("it is replicated"));
+        let (signals, receiver) = mpsc::unbounded_channel();
+        let serving = self.runtime.spawn(async move {
+            running.serve(receiver, || {}).await.map_err(|error| format!("{error:#}"))
+        });
+        member.life = Some(Life { member: replicated, signals, serving });
+    }
+
+    /// A cluster of one.
+    fn bootstrap(&self) -> Member {
+        let mut first = self.member("node-a", &["--cluster-bootstrap"]);
+        self.start(&mut first);
+        first.wait_until_ready();
+        first
+    }
+
+    /// A cluster of three, grown from one.
+    fn grow(&self) -> Vec<Member> {
+        let mut members = vec![self.bootstrap()];
+        for name in ["node-b", "node-c"] {
+            let mut new = self.member(name, &[]);
+            self.start(&mut new);
+            self.admin(&members[0], add(&new)).unwrap();
+            self.promote(&members[0], &new);
+            members.push(new);
+        }
+        members
+    }
+
+    fn admin(&self, by: &Member, request: AdminRequest) -> AdminResult {
+        let member = Arc::clone(&by.life().member);
+        self.runtime.block_on(async move {
+            tokio::time::timeout(LIMIT, member.admin(request)).await.expect("it is answered")
+        })
+    }
+
+    /// As soon as it has caught up.
+    #[track_caller]
+    fn promote(&self, by: &Member, new: &Member) {
+        let begun = Instant::now();
+        while let Err(why) = self.admin(by, AdminRequest::Promote { node: new.name.clone() }) {
+            assert!(begun.elapsed() < LIMIT, "{why}");
+            assert!(why.contains("caught up") || why.contains("under way"), "{why}");
+            std::thread::sleep(millis(20));
+        }
+        new.wait_until_ready();
+    }
+
+    /// Ends a node as an operator would.
+    fn stop(&self, member: &mut Member) {
+        let life = member.life.take().expect("it runs");
+        life.signals.send(Signal::Terminate).unwrap();
+        self.end_of(life).expect("an orderly end");
+    }
+
+    /// What became of a node that ends.
+    fn end_of(&self, life: Life) -> Result<(), String> {
+        let end = self.runtime.block_on(async { tokio::time::timeout(LIMIT, life.serving).await });
+        end.expect("it ends").expect("no panic")
+    }
+}
+
+impl Member {
+    fn life(&self) -> &Life {
+        self.life.as_ref().expect("it runs")
+    }
+
+    #[track_caller]
+    fn wait_until_ready(&self) {
+        eventually(&format!("{} is ready", self.name), || {
+            self.life().member.is_ready().then_some(())
+        });
+    }
+
+    fn connect(&self) -> Client {
+        Client::connect(self.client).unwrap()
+    }
+
+    fn leads(&self) -> bool {
+        let life = self.life.as_ref();
+        life.is_some_and(|life| life.member.is_ready() && life.member.view().is_leader())
+    }
+
+    fn term(&self) -> u64 {
+        self.life().member.view().status.map_or(0, |status| status.term)
+    }
+
+    /// Their names in order.
+    fn voters(&self) -> Vec<String> {
+        let view = self.life().member.view();
+        let name = |id| view.members.get(id).map(|member| member.node.clone());
+        let mut names: Vec<_> = view.voters.iter().filter_map(name).collect();
+        names.sort();
+        names
+    }
+
+    fn learners(&self) -> Vec<String> {
+        let view = self.life().member.view();
+        let name = |id| view.members.get(id).map(|member| member.node.clone());
+        view.learners.iter().filter_map(name).collect()
+    }
+}
+
+fn add(member: &Member) -> AdminRequest {
+    AdminRequest::Add {
+        node: member.name.clone(),
+        peer_addr: member.peer.to_string(),
+        client_addr: member.client.to_string(),
+        witness: false,
+    }
+}
+
+fn remove(name: &str) -> AdminRequest {
+    AdminRequest::Remove { node: name.into() }
+}
+
+#[track_caller]
+fn leader(members: &[Member]) -> usize {
+    eventually("a leader", || members.iter().position(Member::leads))
+}
+
+#[test]
+fn one_node_grows_to_three_under_load() {
+    let site = Site::new();
+    let first = site.bootstrap();
+    let load = Load::start("grow", 2, &[first.client]);
+    load.wait_for_more(100);
+
+    let mut second = site.member("node-b", &[]);
+    // A node that nobody has added waits, and says so.
+    site.start(&mut second);
+    assert!(!second.life().member.is_ready());
+    let heard = second.connect().try_ask("incr", "early", "1", ANSWER);
+    assert!(heard.line().is_some_and(|line| line.starts_with("error")), "{heard:?}");
+    let mut third = site.member("node-c", &[]);
+
+    site.admin(&first, add(&second)).unwrap();
+    // Twice is once.
+    site.admin(&first, add(&second)).unwrap();
+    // Not there yet, so it can not have caught up.
+    site.admin(&first, add(&third)).unwrap();
+    let why = site.admin(&first, AdminRequest::Promote { node: "node-c".into() }).unwrap_err();
+    assert!(why.contains("caught up"), "{why}");
+    assert_eq!(first.voters(), ["node-a"]);
+    site.promote(&first, &second);
+    assert_eq!(second.voters(), ["node-a", "node-b"]);
+    site.start(&mut third);
+    // Asked of another one, the leader decides all the same.
+    site.promote(&second, &third);
+    for member in [&first, &second, &third] {
+        eventually("all know", || (member.voters().len() == 3).then_some(()));
+        assert!(member.learners().is_empty());
+    }
+    load.wait_for_more(50);
+    let ledger = load.stop();
+    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    for member in [&first, &second, &third] {
+        ledger.check(&mut member.connect());
+    }
+    // And it bears the loss of one.
+    let mut first = first;
+    site.stop(&mut first);
+    second.connect().check("incr", "count", "1", "ok 1");
+    third.connect().check("incr", "count", "1", "ok 2");
+}
+
+#[test]
+fn changes_do_not_overlap() {
+    let site = Site::new();
+    let members = site.grow();
+    let at = leader(&members);
+    let (d, e) = (site.member("node-d", &[]), site.member("node-e", &[]));
+    let member = Arc::clone(&members[at].life().member);
+    let (first, second) =
+        site.runtime.block_on(async { tokio::join!(member.admin(add(&d)), member.admin(add(&e))) });
+    // Either the second came too early, or the first was done by then.
+    let refused: Vec<_> = [first, second].into_iter().filter_map(Result::err).collect();
+    assert!(refused.iter().all(|why| why.contains("under way")), "{refused:?}");
+    assert!(refused.len() <= 1, "{refused:?}");
+    println!("overlapping changes refused: {refused:?}");
+    let why = site.admin(&members[0], AdminRequest::Promote { node: "node-x".into() }).unwrap_err();
+    assert!(why.contains("node-x"), "{why}");
+    let mut thief = site.member("node-t", &[]);
+    thief.peer = members[1].peer;
+    let why = site.admin(&members[0], add(&thief)).unwrap_err();
+    assert!(why.contains("address"), "{why}");
+    members[at].connect().check("incr", "count", "1", "ok 1");
+}
+
+#[test]
+fn a_removed_follower_ends_and_never_comes_back() {
+    let site = Site::new();
+    let mut members = site.grow();
+    let at = leader(&members);
+    let gone = (at + 1) % 3;
+    let other = (at + 2) % 3;
+    let load = Load::start("rm", 2, &[members[at].client, members[other].client]);
+    load.wait_for_more(30);
+    let name = members[gone].name.clone();
+    site.admin(&members[other], remove(&name)).unwrap();
+    // Twice is once.
+    site.admin(&members[at], remove(&name)).unwrap();
+    let life = members[gone].life.take().unwrap();
+    let why = site.end_of(life).unwrap_err();
+    assert!(why.contains("removed"), "{why}");
+    eventually("all know", || (members[other].voters().len() == 2).then_some(()));
+    let why = site.admin(&members[at], add(&members[gone])).unwrap_err();
+    assert!(why.contains("never"), "{why}");
+
+    // With its old data it can neither vote nor raise the term.
+    let term = members[at].term();
+    let returned = site.member(&name, &[]);
+    members[gone] = returned;
+    site.start(&mut members[gone]);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(3) {
+        load.wait_for_more(5);
+        std::thread::sleep(millis(20));
+    }
+    let heard = Client::connect(members[gone].client)
+        .map(|mut client| client.try_ask("incr", "rm-gone", "1", Duration::from_secs(8)));
+    if let Ok(heard) = heard {
+        assert!(!heard.line().is_some_and(|line| line.starts_with("ok")), "{heard:?}");
+    }
+    assert_eq!(members[at].term(), term, "a removed node made an election");
+    let ledger = load.stop();
+    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    ledger.check(&mut members[other].connect());
+}
+
+#[test]
+fn the_leader_can_be_removed() {
+    let site = Site::new();
+    let mut members = site.grow();
+    let at = leader(&members);
+    let others = [(at + 1) % 3, (at + 2) % 3];
+    let load = Load::start("lead", 2, &others.map(|other| members[other].client));
+    load.wait_for_more(30);
+    let name = members[at].name.clone();
+    site.admin(&members[others[0]], remove(&name)).unwrap();
+    let life = members[at].life.take().unwrap();
+    let why = site.end_of(life).unwrap_err();
+    assert!(why.contains("removed"), "{why}");
+    load.wait_for_more(50);
+    let ledger = load.stop();
+    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    println!("the leader was removed: {:?} without an answer", ledger.longest_gap());
+    for other in others {
+        assert_eq!(members[other].voters().len(), 2);
+        ledger.check(&mut members[other].connect());
+    }
+    // The same, asked of the leader itself.
+    let at = leader(&members);
+    let last = others.into_iter().find(|&other| other != at).unwrap();
+    let name = members[at].name.clone();
+    let member = Arc::clone(&members[at].life().member);
+    let asked = site.runtime.spawn(async move { member.admin(remove(&name)).await });
+    let life = members[at].life.take().unwrap();
+    let why = site.end_of(life).unwrap_err();
+    assert!(why.contains("removed"), "{why}");
+    drop(asked);
+    eventually("one is left", || (members[last].voters().len() == 1).then_some(()));
+    members[last].connect().check("incr", "alone", "1", "ok 1");
+    let name = members[last].name.clone();
+    let why = site.admin(&members[last], remove(&name)).unwrap_err();
+    assert!(why.contains("nobody"), "{why}");
+}
+
+#[test]
+fn a_dead_node_is_replaced() {
+    let site = Site::new();
+    let mut members = site.grow();
+    let at = leader(&members);
+    let dead = (at + 1) % 3;
+    let mut client = members[at].connect();
+    let token = client.lock("lock", "0 60");
+    // Without a word, so that its lock stays.
+    client.reset();
+    site.stop(&mut members[dead]);
+    let mut new = site.member("node-d", &[]);
+    site.start(&mut new);
+    site.admin(&members[at], add(&new)).unwrap();
+    site.promote(&members[at], &new);
+    let name = members[dead].name.clone();
+    site.admin(&members[at], remove(&name)).unwrap();
+    let mut wanted: Vec<_> =
+        members.iter().map(|member| member.name.clone()).filter(|other| *other != name).collect();
+    wanted.push("node-d".into());
+    wanted.sort();
+    for member in [&members[at], &new] {
+        eventually("all know", || (member.voters() == wanted).then_some(()));
+    }
+    // The new one counts: with it and one of the old ones the cluster goes on.
+    site.stop(&mut members[at]);
+    let mut client = new.connect();
+    client.check("l", "lock", "0", "timeout");
+    client.check("r", "lock", &token, "ok");
+}
+
+#[test]
+fn leadership_can_be_given_to_somebody() {
+    let site = Site::new();
+    let members = site.grow();
+    let at = leader(&members);
+    let to = (at + 1) % 3;
+    let load = Load::start("give", 2, &[members[(at + 2) % 3].client]);
+    load.wait_for_more(30);
+    let request = AdminRequest::Transfer { to: Some(members[to].name.clone()) };
+    site.admin(&members[(at + 2) % 3], request).unwrap();
+    eventually("it leads", || members[to].leads().then_some(()));
+    load.wait_for_more(30);
+    let ledger = load.stop();
+    println!("a hand-over: {:?} without an answer", ledger.longest_gap());
+    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    ledger.check(&mut members[to].connect());
+}

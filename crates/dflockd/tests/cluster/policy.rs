@@ -1,0 +1,139 @@
+//! What the end of a connection means (GUARANTEES R8), and what is replicated of the flags (decision 47).
+
+use std::time::{Duration, Instant};
+
+use super::harness::{Cluster, eventually, fence};
+
+/// A client on one node takes a lock and goes; how long until somebody on another node has it.
+fn time_until_free(
+    cluster: &Cluster,
+    key: &str,
+    lease: u64,
+    orderly: bool,
+    reference: bool,
+) -> Duration {
+    let leader = cluster.leader();
+    let others = cluster.others(leader);
+    let mut holder = cluster.connect(others[0]);
+    if reference {
+        holder.check("stable-ref", "me", "", "ok");
+    }
+    let token = holder.lock(key, &format!("0 {lease}"));
+    let mut next = cluster.connect(others[1]);
+    next.begin("l", key, "20 5");
+    next.wait_in_queue(cluster, leader, key);
+    let begun = Instant::now();
+    if orderly {
+        drop(holder);
+    } else {
+        holder.reset();
+    }
+    let answer = next.hear(Duration::from_secs(25));
+    let time = begun.elapsed();
+    let granted = super::harness::granted(answer.line().unwrap());
+    assert!(fence(&granted) > fence(&token));
+    time
+}
+
+impl super::harness::Client {
+    fn wait_in_queue(&self, cluster: &Cluster, at: usize, key: &str) {
+        cluster.connect(at).wait_for_waiters("locks", key, 1);
+    }
+}
+
+const SOON: Duration = Duration::from_millis(900);
+const LEASE: u64 = 2;
+const AT_LEASE: std::ops::Range<Duration> =
+    Duration::from_millis(1500)..Duration::from_millis(4000);
+
+#[test]
+fn any_end_of_a_connection_releases() {
+    let cluster = Cluster::start(3, &["--auto-release", "any"]);
+    let time = time_until_free(&cluster, "fin", 60, true, false);
+    assert!(time < SOON, "{time:?}");
+    let time = time_until_free(&cluster, "reset", 60, false, false);
+    assert!(time < SOON, "{time:?}");
+}
+
+#[test]
+fn only_an_orderly_end_releases_by_default() {
+    let cluster = Cluster::start(3, &[]);
+    let time = time_until_free(&cluster, "fin", 60, true, false);
+    assert!(time < SOON, "{time:?}");
+    let time = time_until_free(&cluster, "reset", LEASE, false, false);
+    assert!(AT_LEASE.contains(&time), "{time:?}");
+}
+
+#[test]
+fn no_end_of_a_connection_releases() {
+    let cluster = Cluster::start(3, &["--auto-release", "lease"]);
+    let time = time_until_free(&cluster, "fin", LEASE, true, false);
+    assert!(AT_LEASE.contains(&time), "{time:?}");
+    let time = time_until_free(&cluster, "reset", LEASE, false, false);
+    assert!(AT_LEASE.contains(&time), "{time:?}");
+}
+
+#[test]
+fn a_server_that_shuts_down_or_dies_releases_nothing() {
+    let mut cluster = Cluster::start(3, &["--shutdown-timeout", "1"]);
+    let leader = cluster.leader();
+    let others = cluster.others(leader);
+    let mut client = cluster.connect(others[0]);
+    let first = client.lock("first", "0 60");
+    cluster.nodes[others[0]].terminate();
+    let mut client = cluster.connect(others[1]);
+    let second = client.lock("second", "0 60");
+    cluster.nodes[others[0]].start();
+    cluster.wait_until_ready();
+    cluster.nodes[others[1]].kill();
+    cluster.nodes[others[1]].start();
+    cluster.wait_until_ready();
+    let mut client = cluster.connect(leader);
+    for (key, token) in [("first", &first), ("second", &second)] {
+        client.check("l", key, "0", "timeout");
+        client.check("r", key, token, "ok");
+    }
+}
+
+#[test]
+fn an_orphan_waits_for_its_owner() {
+    let cluster = Cluster::start(3, &["--orphan-ttl", "2", "--follower-mode", "forward"]);
+    // Without a reference as ever.
+    let time = time_until_free(&cluster, "plain", 60, true, false);
+    assert!(time < SOON, "{time:?}");
+    let time = time_until_free(&cluster, "orphan", 60, true, true);
+    assert!(AT_LEASE.contains(&time), "{time:?}");
+    // The owner comes back in time, elsewhere.
+    let mut client = cluster.connect(0);
+    client.check("stable-ref", "me", "", "ok");
+    let token = client.lock("mine", "0 60");
+    drop(client);
+    let mut client = cluster.connect(1);
+    client.check("stable-ref", "me", "", "ok");
+    client.check("n", "mine", &format!("{token} 60"), "ok 60");
+    client.check("r", "mine", &token, "ok");
+}
+
+#[test]
+fn the_first_leader_decides_for_all() {
+    let mut cluster = Cluster::start(3, &["--max-locks", "2", "--default-lease-ttl", "7"]);
+    for node in &mut cluster.nodes {
+        node.terminate();
+    }
+    for node in &mut cluster.nodes {
+        let at = node.flags.iter().position(|flag| flag == "--max-locks").unwrap();
+        node.flags[at + 1] = "50".into();
+        node.start();
+    }
+    cluster.wait_until_ready();
+    let mut client = cluster.connect(1);
+    assert!(client.ask("l", "a", "0").ends_with(" 7"));
+    client.lock("b", "0");
+    client.check("l", "c", "0", "error_max_locks");
+    eventually("a warning that the flag does not count", || {
+        let warned = |output: &str| {
+            output.lines().any(|line| line.contains("WARN") && line.contains("max-locks"))
+        };
+        cluster.nodes.iter().all(|node| warned(&node.output())).then_some(())
+    });
+}

@@ -1,0 +1,144 @@
+//! The network between the members of a cluster: every connection between two of them goes through here, and each
+//! direction of each pair can be cut. What is cut says nothing: bytes wait, and come late when it is healed.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use super::harness::{NAMES, PATIENCE, millis};
+
+/// How often a pump looks whether it is still wanted.
+const LOOK: Duration = Duration::from_millis(50);
+
+pub(super) struct Proxy {
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Directions that are cut: from, to.
+    cut: Mutex<BTreeSet<(usize, usize)>>,
+    stopped: AtomicBool,
+}
+
+impl Proxy {
+    /// One listener per member in front of its peer port; gives where to dial.
+    pub(super) fn start(peers: &[SocketAddr]) -> (Self, Vec<SocketAddr>) {
+        let shared = Arc::<Shared>::default();
+        let mut dialed = Vec::new();
+        for (to, peer) in peers.iter().enumerate() {
+            let listener = TcpListener::bind((peer.ip(), 0)).unwrap();
+            dialed.push(listener.local_addr().unwrap());
+            listener.set_nonblocking(true).unwrap();
+            let (shared, peer) = (Arc::clone(&shared), *peer);
+            thread::spawn(move || listen(&listener, to, peer, &shared));
+        }
+        (Self { shared }, dialed)
+    }
+
+    /// Nothing gets from one member to another any more.
+    pub(super) fn cut(&self, from: usize, to: usize) {
+        self.shared.cut.lock().unwrap().insert((from, to));
+    }
+
+    /// A member is alone.
+    pub(super) fn isolate(&self, member: usize, others: &[usize]) {
+        for &other in others {
+            self.cut(member, other);
+            self.cut(other, member);
+        }
+    }
+
+    /// All directions work again.
+    pub(super) fn heal(&self) {
+        self.shared.cut.lock().unwrap().clear();
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.stopped.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    fn is_cut(&self, from: usize, to: usize) -> bool {
+        self.cut.lock().unwrap().contains(&(from, to))
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+}
+
+fn listen(listener: &TcpListener, to: usize, peer: SocketAddr, shared: &Arc<Shared>) {
+    while !shared.is_stopped() {
+        let Ok((dialer, _)) = listener.accept() else {
+            thread::sleep(millis(5));
+            continue;
+        };
+        let shared = Arc::clone(shared);
+        thread::spawn(move || {
+            let _ = carry(dialer, to, peer, &shared);
+        });
+    }
+}
+
+/// Both directions of one connection. Its dialer is known by its name in the first bytes.
+fn carry(
+    mut dialer: TcpStream,
+    to: usize,
+    peer: SocketAddr,
+    shared: &Arc<Shared>,
+) -> std::io::Result<()> {
+    dialer.set_nonblocking(false)?;
+    dialer.set_nodelay(true)?;
+    dialer.set_read_timeout(Some(Duration::from_secs(5)))?;
+    let mut hello = vec![0; 4096];
+    let count = dialer.read(&mut hello)?;
+    hello.truncate(count);
+    let names = |name: &str| hello.windows(name.len()).any(|part| part == name.as_bytes());
+    let from = (0..NAMES.len()).find(|&at| at != to && names(NAMES[at]));
+    let Some(from) = from else { return Ok(()) };
+    let wait = || {
+        while shared.is_cut(from, to) && !shared.is_stopped() {
+            thread::sleep(millis(5));
+        }
+    };
+    wait();
+    // If nobody listens there, the dialer hears of it by the end of its own connection.
+    let mut acceptor = TcpStream::connect(peer)?;
+    acceptor.set_nodelay(true)?;
+    acceptor.write_all(&hello)?;
+    let (back_from, back_to) = (acceptor.try_clone()?, dialer.try_clone()?);
+    let other = Arc::clone(shared);
+    let back = thread::spawn(move || pump(back_from, back_to, (to, from), &other));
+    pump(dialer, acceptor, (from, to), shared);
+    let _ = back.join();
+    Ok(())
+}
+
+fn pump(mut source: TcpStream, mut sink: TcpStream, way: (usize, usize), shared: &Shared) {
+    let _ = source.set_read_timeout(Some(LOOK));
+    let mut bytes = vec![0; 64 * 1024];
+    while !shared.is_stopped() {
+        let count = match source.read(&mut bytes) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(error) if PATIENCE.contains(&error.kind()) => continue,
+            Err(_) => break,
+        };
+        while shared.is_cut(way.0, way.1) && !shared.is_stopped() {
+            thread::sleep(millis(5));
+        }
+        if sink.write_all(&bytes[..count]).is_err() {
+            break;
+        }
+    }
+    let _ = source.shutdown(Shutdown::Both);
+    let _ = sink.shutdown(Shutdown::Both);
+}
