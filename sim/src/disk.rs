@@ -1,7 +1,8 @@
 //! A disk that forgets: what was not synced may be kept, lost or torn by a crash, sector by sector.
 //!
 //! Everything done to it goes into a journal. The caller says up to where the journal has really happened
-//! ([`SimDisk::commit`]); a crash happens at any point behind that, so a crash in the middle of every operation is tried
+//! ([`SimDisk::commit`]); a crash happens at any point behind that, so a crash in the middle of every
+//! operation is tried
 //! though the operations themselves are calls that return at once.
 
 use std::cell::RefCell;

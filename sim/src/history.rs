@@ -18,6 +18,8 @@ pub struct Asked {
     pub session: Option<SessionId>,
     /// Its number there.
     pub request: RequestId,
+    /// It was sent more than once: a refusal speaks of the last time only.
+    pub repeated: bool,
     /// The node it went to last.
     pub node: RaftId,
     /// Everything that clients had been told before it was sent came from entries up to this.

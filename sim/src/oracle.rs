@@ -52,6 +52,9 @@ pub struct Step<'a> {
     pub after: &'a LocksNow,
 }
 
+/// The kept session and its epoch, if there was one, and how many pushes it had had.
+pub type Attached = (Option<(SessionId, u32)>, usize);
+
 /// The log, and what comes of it.
 pub struct Oracle {
     machine: Machine,
@@ -62,7 +65,7 @@ pub struct Oracle {
     /// What sessions were pushed, with the entry.
     pub pushes: BTreeMap<SessionId, Vec<(u64, Push)>>,
     /// By the session and request that attached: where, and how many pushes the session had had.
-    pub attached: BTreeMap<(SessionId, RequestId), (Option<(SessionId, u32)>, usize)>,
+    pub attached: BTreeMap<(SessionId, RequestId), Attached>,
     /// Digests of the state at some indices.
     pub digests: BTreeMap<u64, u32>,
     /// Values of hot keys by index: only when they change.
@@ -198,7 +201,7 @@ impl Oracle {
         }
         let Some(store) = self.machine.store() else { return Ok(()) };
         let now = self.machine.now();
-        if index % 8 == 0 {
+        if index.is_multiple_of(8) {
             store.check_invariants();
         }
         let mut after = LocksNow::new();

@@ -9,13 +9,13 @@ impl Rng {
     #[must_use]
     pub fn new(seed: u64, concern: u64) -> Self {
         let mut rng = Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ concern.rotate_left(32));
-        rng.next();
-        rng.next();
+        rng.bits();
+        rng.bits();
         rng
     }
 
     /// 64 random bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -25,7 +25,7 @@ impl Rng {
 
     /// A number below `end`, which is at least 1.
     pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end.max(1)
+        self.bits() % end.max(1)
     }
 
     /// A number from `low` up to and with `high`.

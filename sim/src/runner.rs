@@ -110,8 +110,8 @@ impl Summary {
     pub fn text(&self) -> String {
         let real = self.real.as_secs_f64().max(1e-9);
         format!(
-            "{} seeds in {real:.1} s ({:.0} seeds per hour), {:.1} simulated hours, simulated:real {:.0}:1, {} entries, \
-             {} answers, {} terms, {} failures",
+            "{} seeds in {real:.1} s ({:.0} seeds per hour), {:.1} simulated hours, \
+             simulated:real {:.0}:1, {} entries, {} answers, {} terms, {} failures",
             self.seeds,
             self.seeds as f64 / real * 3600.0,
             self.simulated as f64 / 3.6e12,

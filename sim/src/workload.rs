@@ -191,7 +191,7 @@ impl Client {
         };
         let key = format!("{letter}{number}").into_bytes();
         let lease = Span(rng.between(plan.lease_min, plan.lease_max));
-        let salt = rng.next();
+        let salt = rng.bits();
         if two {
             return self.ask(Op::Enqueue { key, mode, lease, salt });
         }
@@ -301,8 +301,8 @@ impl Client {
             Kind::Observe => self.ask(Op::Observe { key: key('e') }),
             Kind::Kept if self.kept.is_none() && self.open.is_empty() => {
                 let mut secret = [0; 16];
-                secret[..8].copy_from_slice(&rng.next().to_le_bytes());
-                secret[8..].copy_from_slice(&rng.next().to_le_bytes());
+                secret[..8].copy_from_slice(&rng.bits().to_le_bytes());
+                secret[8..].copy_from_slice(&rng.bits().to_le_bytes());
                 self.ask(Op::Keep { secret })
             }
             Kind::Kept => self.acknowledge(),
@@ -466,6 +466,7 @@ impl Client {
     }
 }
 
+#[expect(clippy::wildcard_enum_match_arm, reason = "only one kind has a wait to lose")]
 impl Want {
     fn without_wait(self) -> Self {
         match self {

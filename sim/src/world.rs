@@ -8,9 +8,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use bytes::Bytes;
-use dflockd_core::{
-    Effect, Fence, Limits, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp,
-};
+use dflockd_core::{Effect, Limits, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp};
 use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
 use dflockd_engine::replica::log::{
     LogBatch, LogOptions, LogStore, OpenError, Room, write_snapshot,
@@ -591,7 +589,7 @@ impl World {
             }
         }
         for (client, conn, tell) in tells {
-            self.to_client(client, conn, tell);
+            self.send_client(client, conn, tell);
         }
         self.observe(id);
         if self.broken.is_none() {
@@ -719,7 +717,7 @@ impl World {
             conn.pushes = pushes.partition_point(|(index, _)| *index <= live.applied);
         }
         for (conn, client) in cut {
-            self.to_client(client, conn, Tell::Broken);
+            self.send_client(client, conn, Tell::Broken);
         }
     }
 
@@ -823,7 +821,7 @@ impl World {
 
     // ---- What nodes tell ----
 
-    fn to_client(&mut self, client: usize, conn: u64, tell: Tell) {
+    fn send_client(&mut self, client: usize, conn: u64, tell: Tell) {
         let delay = self.work_rng.between(50_000, 500_000);
         self.schedule(delay, Event::Tell(client, conn, tell));
     }
@@ -842,7 +840,7 @@ impl World {
             })) => {
                 if let Some(&conn) = live.by_session.get(&session) {
                     let client = live.conns[&conn].client;
-                    self.to_client(client, conn, Tell::Answer(request, outcome, applied));
+                    self.send_client(client, conn, Tell::Answer(request, outcome, applied));
                 }
             }
             NodeEvent::Machine(MachineEvent::Effect(Effect::Push { session, push, group })) => {
@@ -854,7 +852,7 @@ impl World {
                     let group = group.as_ref().map(|group| (&*group.pattern, &*group.name));
                     let result = self.pushes.check(session, count, &push, group, &self.oracle);
                     self.check(result);
-                    self.to_client(client, conn, Tell::Push(push));
+                    self.send_client(client, conn, Tell::Push(push));
                 }
             }
             NodeEvent::Machine(MachineEvent::Attached { by, request, to }) => {
@@ -882,7 +880,7 @@ impl World {
                 live.next_session = 0;
                 self.note(|| format!("n{id} was given up"));
                 for (conn, known) in conns {
-                    self.to_client(known.client, conn, Tell::Broken);
+                    self.send_client(known.client, conn, Tell::Broken);
                 }
             }
             NodeEvent::Admin(number, result) => self.admin_told(number, result),
@@ -903,7 +901,7 @@ impl World {
         let Some(live) = &mut node.live else { return };
         let Some(client) = live.conns.get(&conn).map(|known| known.client) else { return };
         live.close(conn, false);
-        self.to_client(client, conn, Tell::Broken);
+        self.send_client(client, conn, Tell::Broken);
     }
 
     fn attached(
@@ -931,7 +929,7 @@ impl World {
             live.by_session.remove(&by);
             live.by_session.insert(session, conn);
         }
-        self.to_client(client, conn, Tell::Attached(request, to.is_some()));
+        self.send_client(client, conn, Tell::Attached(request, to.is_some()));
     }
 
     // ---- Clients ----
@@ -963,14 +961,14 @@ impl World {
                 let id = *self.work_rng.pick(&ids);
                 self.next_conn += 1;
                 let conn = self.next_conn;
-                self.to_node(id, Input::Open(conn, client));
+                self.send_node(id, Input::Open(conn, client));
                 if let Some(first) = self.clients[client].opened(conn, id) {
                     self.want(client, first);
                 }
             }
             Want::Close { orderly } => {
                 if let Some((conn, id)) = self.clients[client].link {
-                    self.to_node(id, Input::Close(conn, orderly));
+                    self.send_node(id, Input::Close(conn, orderly));
                 }
                 self.client_closed(client, orderly);
             }
@@ -991,23 +989,26 @@ impl World {
                     session: None,
                     request,
                     node,
+                    repeated: false,
                     floor: self.history.floor,
                     calm: self.calm,
                     end: End::Open,
                 });
-                self.to_node(node, Input::Ask(conn, place, request, keep));
+                self.send_node(node, Input::Ask(conn, place, request, keep));
             }
             Want::Repeat(place, request) => {
                 let Some((conn, node)) = self.clients[client].link else { return };
                 self.history.asked[place].node = node;
+                self.history.asked[place].repeated = true;
                 let op = self.history.asked[place].op.clone();
                 self.clients[client].sent(request, place, &op, self.now);
-                self.to_node(node, Input::Ask(conn, place, request, true));
+                self.send_node(node, Input::Ask(conn, place, request, true));
             }
         }
     }
 
     /// Fills in whom a hostile request is about.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "only two kinds have a victim")]
     fn aim(&mut self, client: usize, op: &mut Op) -> bool {
         match op {
             Op::Kick { session: target } => {
@@ -1038,7 +1039,7 @@ impl World {
         }
     }
 
-    fn to_node(&mut self, id: RaftId, input: Input) {
+    fn send_node(&mut self, id: RaftId, input: Input) {
         let Some(node) = self.nodes.get(&id) else { return };
         let life = node.life;
         // In order, as on a connection.
@@ -1066,7 +1067,8 @@ impl World {
             Tell::Push(push) => self.clients[client].pushed(&push),
             Tell::Refused(request) => {
                 if let Some((place, _)) = self.clients[client].open.remove(&request) {
-                    self.history.asked[place].end = End::Refused;
+                    let asked = &mut self.history.asked[place];
+                    asked.end = if asked.repeated { End::Unknown } else { End::Refused };
                 }
             }
             Tell::Attached(request, there) => {
@@ -1216,7 +1218,7 @@ impl World {
                 if let Some((conn, id)) = self.clients[client].link {
                     let seen = self.fault_rng.chance(700);
                     if seen {
-                        self.to_node(id, Input::Close(conn, false));
+                        self.send_node(id, Input::Close(conn, false));
                     }
                     self.client_closed(client, false);
                 }
@@ -1291,6 +1293,7 @@ impl World {
         }
     }
 
+    #[expect(clippy::wildcard_enum_match_arm, reason = "what is not answered goes on")]
     fn admin_told(&mut self, number: u64, result: AdminResult) {
         self.note(|| format!("admin {number}: {result:?}"));
         match std::mem::replace(&mut self.admin, Membership::Idle) {
@@ -1540,6 +1543,3 @@ fn member(name: &str, witness: bool) -> Member {
     let name = name.to_owned();
     Member { node: name.clone(), peer_addr: name.clone(), client_addr: name, witness, disk: None }
 }
-
-/// A fence that nobody has.
-pub const NO_FENCE: Fence = Fence(0);

@@ -22,7 +22,11 @@ fn promises_are_kept() {
     }
     assert!(summary.failed.is_empty(), "{} of {} seeds fail", summary.failed.len(), summary.seeds);
     assert_eq!(summary.seeds, count);
-    assert!(summary.answered > count * 50, "the clients did next to nothing in {:?}", begin.elapsed());
+    assert!(
+        summary.answered > count * 50,
+        "the clients did next to nothing in {:?}",
+        begin.elapsed()
+    );
 }
 
 #[test]
@@ -48,7 +52,9 @@ fn old_failures_stay_away() {
         for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
             let mut words = line.split_whitespace();
             let seed = words.next().unwrap().parse().unwrap();
-            let off = words.next().map_or_else(Vec::new, |off| off.split(',').map(str::to_owned).collect());
+            let off = words
+                .next()
+                .map_or_else(Vec::new, |off| off.split(',').map(str::to_owned).collect());
             let report = runner::run(seed, &Switches { off }, false);
             assert_eq!(report.broken, None, "{}: {line}", file.display());
         }

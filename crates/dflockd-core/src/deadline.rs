@@ -6,6 +6,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
+use crate::bugs::{Bug, bug};
 use crate::chain::Slot;
 use crate::types::{Bytes, Fence, RequestId, SessionId, Span, Timestamp};
 
@@ -63,6 +64,9 @@ impl Deadlines {
 
     /// When a lease with this base really ends: never early, and at most the grace later in all.
     pub(crate) fn lease_end(&self, base: Timestamp) -> Timestamp {
+        if bug(Bug::LeaseResetPerElection) {
+            return base.max(self.grace_until);
+        }
         base.max((base + self.grace).min(self.grace_until))
     }
 
@@ -101,6 +105,7 @@ impl Deadlines {
     /// Takes out the earliest that is due at `now`. A lease comes before a timer of the same instant, so that
     /// a grant wins over the time limit it meets; it stays indexed until the hold ends.
     pub(crate) fn pop_due(&mut self, now: Timestamp) -> Option<Due> {
+        let now = if bug(Bug::EarlyExpiry) { now + Span::from_millis(200) } else { now };
         if let Some((_, slot)) = self.ending.pop() {
             return Some(Due::Lease(slot));
         }

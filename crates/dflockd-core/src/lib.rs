@@ -14,6 +14,7 @@ extern crate alloc;
 extern crate std;
 
 mod barrier;
+pub mod bugs;
 mod chain;
 mod command;
 mod counter;

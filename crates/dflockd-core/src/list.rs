@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::command::Caller;
 use crate::deadline::{Timer, TimerKey};
 use crate::effect::{Effect, Event, Outcome, Refusal};
@@ -92,6 +93,9 @@ impl Store {
             let revision = self.change(event, &key, effects);
             let list = self.lists.get_mut(&key).expect("just found");
             let value = match end {
+                End::Left if bug(Bug::PopKeeps) && list.items.len() > 3 => {
+                    list.items.front().cloned()
+                }
                 End::Left => list.items.pop_front(),
                 End::Right => list.items.pop_back(),
             };

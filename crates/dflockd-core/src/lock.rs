@@ -12,6 +12,7 @@ use foldhash::fast::FixedState;
 use hashbrown::{HashMap, HashTable};
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::chain::{Arena, Chain, Linked, Links, Slot};
 use crate::command::Caller;
 use crate::deadline::{Timer, TimerKey};
@@ -52,6 +53,7 @@ impl Lock {
     fn has_room_for(&self, exclusive: bool) -> bool {
         match self.kind {
             LockKind::Slots(limit) => self.holders.len() < limit,
+            LockKind::ReadWrite if exclusive && bug(Bug::WriterShares) => !self.writer,
             LockKind::ReadWrite if exclusive => self.holders.is_empty(),
             LockKind::ReadWrite => !self.writer,
         }
@@ -421,7 +423,9 @@ impl Store {
     pub(crate) fn leave_queue(&mut self, slot: Slot, effects: &mut Vec<Effect>) {
         let lock = self.forget_waiter(slot);
         // A writer that leaves may have been all that kept the readers behind it waiting.
-        self.promote(lock, effects);
+        if !bug(Bug::LostWakeup) {
+            self.promote(lock, effects);
+        }
     }
 
     /// Takes a waiting claim out of its queue and out of the records of its session. The lock is to be promoted.
@@ -637,7 +641,8 @@ impl Store {
     /// Whether a new claim is granted at once or must queue; an error if it can not even do that.
     fn enter(&self, slot: Slot, mode: Mode) -> Result<Entry, Refusal> {
         let lock = &self.locks.arena[slot];
-        if self.grants_open && lock.queue.is_empty() && lock.has_room_for(mode == Mode::Write) {
+        let first = lock.queue.is_empty() || bug(Bug::Overtaking);
+        if self.grants_open && first && lock.has_room_for(mode == Mode::Write) {
             // Drawn here: another store may take the last one between a look and the grant.
             return self.shared.take_fence().map(Entry::Grant).ok_or(Refusal::NoFence);
         }

@@ -14,6 +14,7 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::barrier::Barrier;
+use crate::bugs::{Bug, bug};
 use crate::chain::{Chain, Links};
 use crate::counter::Counter;
 use crate::deadline::{Timer, TimerKey};
@@ -53,7 +54,8 @@ impl fmt::Display for SnapshotError {
 
 impl core::error::Error for SnapshotError {}
 
-/// What comes before the locks. They are not part of any structure here: there can be millions, so they are written and read
+/// What comes before the locks. They are not part of any structure here: there can be millions, so they are
+/// written and read
 /// one by one.
 #[derive(Serialize, Deserialize)]
 struct Head {
@@ -256,7 +258,9 @@ impl Store {
         store.now = head.now;
         store.deadlines.grace_until = head.grace_until;
         store.deadlines.restore_serial(head.serial);
-        store.shared.raise_fence(head.fence_next);
+        if !bug(Bug::FenceForgotten) {
+            store.shared.raise_fence(head.fence_next);
+        }
         store.shared.set_revision(head.revision);
         if let Some(key) = head.grants_timer {
             store.grants_open = false;
@@ -287,7 +291,7 @@ impl Store {
             session.enqueued.insert(record.clone(), Enqueued::Expired(number));
         }
         session.notes = data.notes;
-        session.results = data.results.map(Into::into);
+        session.results = data.results.map(Into::into).filter(|_| !bug(Bug::ResultsForgotten));
         session.detached = data.detached;
         if let Some((_, key)) = data.detached {
             self.deadlines.restore_timer(key, Timer::Session(id));
@@ -338,8 +342,9 @@ impl Store {
             for claim in data.holders {
                 let hold = claim.hold.ok_or_else(|| inconsistent("a holder without a hold"))?;
                 let (session, orphaned) = (claim.session, claim.orphaned);
-                let claim =
-                    self.restore_claim(slot, &record, claim).map_err(SnapshotError::Inconsistent)?;
+                let claim = self
+                    .restore_claim(slot, &record, claim)
+                    .map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].holders.push_back(&mut self.locks.claims, claim);
                 self.locks.by_fence.insert(hold.fence, claim);
                 leases.push(((hold.base, hold.fence), claim));
@@ -351,8 +356,9 @@ impl Store {
                 if claim.hold.is_some() {
                     return Err(inconsistent("a waiter with a hold"));
                 }
-                let claim =
-                    self.restore_claim(slot, &record, claim).map_err(SnapshotError::Inconsistent)?;
+                let claim = self
+                    .restore_claim(slot, &record, claim)
+                    .map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].queue.push_back(&mut self.locks.claims, claim);
             }
         }

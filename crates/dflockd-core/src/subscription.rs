@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::command::Subscription;
 use crate::effect::{Effect, Group, LeaderEvent, Outcome, Push, Refusal};
 use crate::pattern::{self, PatternIndex};
@@ -179,6 +180,10 @@ impl Store {
                 for (name, members) in &mut listeners.groups {
                     let group = Group { pattern: pattern.clone(), name: name.clone() };
                     let session = members.pick();
+                    if bug(Bug::GroupTwice) {
+                        let (session, group) = (members.pick(), Some(group.clone()));
+                        effects.push(Effect::Push { session, push: push(), group });
+                    }
                     effects.push(Effect::Push { session, push: push(), group: Some(group) });
                     copies += 1;
                 }

@@ -217,10 +217,25 @@ impl Store {
             locks_total: self.locks.arena.len(),
             values_total: values.iter().sum(),
             locks: locks.map(|(slot, _)| self.view_lock(slot, now, each_max)).collect(),
-            counters: self.counters.keys().take(names_max).filter_map(|key| self.view_counter(key, now)).collect(),
+            counters: self
+                .counters
+                .keys()
+                .take(names_max)
+                .filter_map(|key| self.view_counter(key, now))
+                .collect(),
             kv: self.kv.keys().take(names_max).filter_map(|key| self.view_kv(key, now)).collect(),
-            lists: self.lists.keys().take(names_max).filter_map(|key| self.view_list(key, now)).collect(),
-            barriers: self.barriers.keys().take(names_max).filter_map(|key| self.view_barrier(key, now)).collect(),
+            lists: self
+                .lists
+                .keys()
+                .take(names_max)
+                .filter_map(|key| self.view_list(key, now))
+                .collect(),
+            barriers: self
+                .barriers
+                .keys()
+                .take(names_max)
+                .filter_map(|key| self.view_barrier(key, now))
+                .collect(),
             signal_channels: signals.collect(),
             watch_channels: watches.collect(),
         }

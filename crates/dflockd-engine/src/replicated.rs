@@ -458,7 +458,9 @@ impl Replicated {
             let Head { session, request, keep, wait, grows, .. } = head;
             let taken = replica.submit_encoded(bytes, session, request, keep, wait, grows);
             if !taken && wait.is_some() {
-                let outcome = Outcome::Refused(Refusal::Unavailable);
+                // What is repeated may have had its effect before, through this node or another.
+                let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
+                let outcome = Outcome::Refused(why);
                 let effect = Effect::Reply { session, request, outcome };
                 outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
             }

@@ -962,12 +962,8 @@ impl Connection {
         let Some(Open { op, place }) = self.take_open(id) else { return };
         let number = self.number_of(id);
         if let Some(greeting) = self.greeting.take() {
-            let session = match outcome {
-                Outcome::Done => {
-                    Some(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
-                }
-                _ => None,
-            };
+            let session = (outcome == Outcome::Done)
+                .then(|| self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()));
             return self.finish_greeting(number, *greeting, session);
         }
         if self.draining && outcome == Outcome::Timeout {

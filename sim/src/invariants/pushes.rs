@@ -7,10 +7,13 @@ use dflockd_core::{Push, SessionId};
 use super::Broken;
 use crate::oracle::Oracle;
 
+/// Payload, pattern and group.
+type Delivery = (Vec<u8>, Vec<u8>, Vec<u8>);
+
 /// What was delivered.
 #[derive(Default)]
 pub struct Pushes {
-    signals: BTreeMap<(Vec<u8>, Vec<u8>, Vec<u8>), SessionId>,
+    signals: BTreeMap<Delivery, SessionId>,
 }
 
 impl Pushes {

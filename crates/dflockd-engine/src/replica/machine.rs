@@ -374,7 +374,6 @@ impl Machine {
             Some(state) if state.run == run && state.live && state.seq + 1 == seq => {
                 state.seq = seq;
             }
-            Some(state) if bug(Bug::ItemsTwice) && state.run == run && seq <= state.seq => {}
             _ => return,
         }
         let Item { session, epoch, request, keep, action } = item;

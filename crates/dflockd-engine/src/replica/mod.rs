@@ -364,6 +364,9 @@ pub struct Replica {
     /// The log's end was cut at the start: no vote until this node has what a leader has committed.
     wary: bool,
     wary_ticks: u32,
+    /// The number of the write with a received snapshot. Until it is done the library believes in a log that is gone, so this
+    /// node does not want to lead.
+    installing: Option<u64>,
     /// What a leader was last heard to have committed.
     leader_commit: u64,
     events: Vec<Event>,
@@ -456,6 +459,7 @@ impl Replica {
             // Nobody else could tell a single voter what it has lost.
             wary: wary && !alone,
             wary_ticks: 0,
+            installing: None,
             leader_commit: 0,
             events: Vec::new(),
             queue: Vec::new(),
@@ -485,22 +489,11 @@ impl Replica {
                 self.consensus.step_down();
             }
             self.next_tick = now + TICK;
-            self.consensus.tick();
+            self.tick();
         }
         while self.next_tick <= now {
             self.next_tick = self.next_tick + TICK;
-            self.consensus.tick();
-            if self.wary {
-                self.consensus.calm();
-                self.wary_ticks += 1;
-                if self.wary_ticks > WARY_TICKS_MAX {
-                    // What was cut had not been synced, so nobody was told of it unless the disk lied. If
-                    // all members lost
-                    // power together, all are wary, and somebody must begin.
-                    tracing::warn!("no leader to be level with; this node votes with what it has");
-                    self.trust_log();
-                }
-            }
+            self.tick();
         }
         if now.since(self.looked_at) >= LOOK {
             self.looked_at = now;
@@ -514,6 +507,23 @@ impl Replica {
             let outcomes = self.admins.look(now);
             self.queue
                 .extend(outcomes.into_iter().map(|(id, result)| NodeEvent::Admin(id, result)));
+        }
+    }
+
+    fn tick(&mut self) {
+        if self.wary || self.installing.is_some() {
+            self.consensus.calm();
+        }
+        self.consensus.tick();
+        if !self.wary {
+            return;
+        }
+        self.wary_ticks += 1;
+        if self.wary_ticks > WARY_TICKS_MAX {
+            // What was cut had not been synced, so nobody was told of it unless the disk lied. If all members
+            // lost power together, all are wary, and somebody must begin.
+            tracing::warn!("no leader to be level with; this node votes with what it has");
+            self.trust_log();
         }
     }
 
@@ -589,6 +599,9 @@ impl Replica {
             self.consensus.persisted(ready);
             self.consensus.applied(self.applied);
         }
+        if self.installing.is_some_and(|installing| installing <= number) {
+            self.installing = None;
+        }
         if self.run_noted.is_some_and(|noted| noted <= number) {
             self.run_noted = None;
         }
@@ -647,6 +660,7 @@ impl Replica {
         if let Some(rank) = others.iter().position(|&id| id == self.id())
             && !self.config.witness
             && !self.wary
+            && self.installing.is_none()
         {
             self.consensus.hurry(rank * 10);
         }
@@ -839,6 +853,9 @@ impl Replica {
         if self.machine.was_removed(from) && !self.machine.members().is_empty() {
             return false;
         }
+        if message.msg_type == MessageType::MsgTimeoutNow && self.installing.is_some() {
+            return false;
+        }
         let is_vote = matches!(
             message.msg_type,
             MessageType::MsgRequestVote | MessageType::MsgRequestPreVote
@@ -914,6 +931,9 @@ impl Replica {
     ) {
         self.last_number += 1;
         let number = self.last_number;
+        if snapshot.as_ref().is_some_and(|snapshot| snapshot.install) {
+            self.installing = Some(number);
+        }
         let mut messages = messages;
         if bug(Bug::AckBeforeSync) {
             self.send(std::mem::take(&mut messages), outputs);

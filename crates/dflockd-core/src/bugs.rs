@@ -1,0 +1,93 @@
+//! The bug bank: mistakes that the simulator must find. Only there with the feature `bugs`; without it no
+//! bug is ever on and the switches vanish.
+
+/// A mistake that can be switched on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum Bug {
+    LeaseResetPerElection = 1,
+    EarlyExpiry,
+    BarrierShort,
+    FenceForgotten,
+    ResultsForgotten,
+    LostWakeup,
+    WriterShares,
+    PopKeeps,
+    GroupTwice,
+    Overtaking,
+    ReadAtOnce,
+    VoteNotKept,
+    AckBeforeSync,
+    CountedBeforeSync,
+    TimeRunsAhead,
+    LostNodeReleases,
+    SecretsForgotten,
+    NoTick,
+    RunKept,
+    NoResend,
+    StaleMembers,
+    UndoKept,
+}
+
+impl Bug {
+    /// All of them.
+    pub const ALL: &'static [Self] = &[
+        Self::LeaseResetPerElection,
+        Self::EarlyExpiry,
+        Self::BarrierShort,
+        Self::FenceForgotten,
+        Self::ResultsForgotten,
+        Self::LostWakeup,
+        Self::WriterShares,
+        Self::PopKeeps,
+        Self::GroupTwice,
+        Self::Overtaking,
+        Self::ReadAtOnce,
+        Self::VoteNotKept,
+        Self::AckBeforeSync,
+        Self::CountedBeforeSync,
+        Self::TimeRunsAhead,
+        Self::LostNodeReleases,
+        Self::SecretsForgotten,
+        Self::NoTick,
+        Self::RunKept,
+        Self::NoResend,
+        Self::StaleMembers,
+        Self::UndoKept,
+    ];
+}
+
+#[cfg(feature = "bugs")]
+mod switch {
+    use core::sync::atomic::{AtomicU8, Ordering::Relaxed};
+
+    use super::Bug;
+
+    static ON: AtomicU8 = AtomicU8::new(0);
+
+    /// Switches one mistake on, in the whole process, or all off.
+    pub fn set(bug: Option<Bug>) {
+        ON.store(bug.map_or(0, |bug| bug as u8), Relaxed);
+    }
+
+    /// Whether a mistake is to be made.
+    #[must_use]
+    pub fn bug(bug: Bug) -> bool {
+        ON.load(Relaxed) == bug as u8
+    }
+}
+
+#[cfg(not(feature = "bugs"))]
+mod switch {
+    use super::Bug;
+
+    /// Whether a mistake is to be made: never.
+    #[must_use]
+    #[inline(always)]
+    pub const fn bug(_: Bug) -> bool {
+        false
+    }
+}
+
+pub use switch::*;
