@@ -403,7 +403,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Ends what [`Memory::start`] began.
+    /// Ends what the start began.
     pub fn stop(&self) {
         self.fences.stop();
     }

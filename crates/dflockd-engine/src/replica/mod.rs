@@ -364,7 +364,8 @@ pub struct Replica {
     /// The log's end was cut at the start: no vote until this node has what a leader has committed.
     wary: bool,
     wary_ticks: u32,
-    /// The number of the write with a received snapshot. Until it is done the library believes in a log that is gone, so this
+    /// The number of the write with a received snapshot. Until it is done the library believes in a log that
+    /// is gone, so this
     /// node does not want to lead.
     installing: Option<u64>,
     /// What a leader was last heard to have committed.
