@@ -78,6 +78,7 @@ pub struct Oracle {
     locks: LocksNow,
     leases: invariants::leases::Leases,
     fences: invariants::fence_order::Fences,
+    ends: invariants::session_end::Ends,
 }
 
 /// Whether the state is compared at this index.
@@ -104,6 +105,7 @@ impl Oracle {
             locks: LocksNow::new(),
             leases: invariants::leases::Leases::new(lease_min, grace),
             fences: invariants::fence_order::Fences::default(),
+            ends: invariants::session_end::Ends::default(),
         }
     }
 
@@ -189,11 +191,14 @@ impl Oracle {
                     self.attached.insert((by, request), (to, pushed));
                     touched.sessions.push(by);
                 }
-                Event::Kicked { session } => touched.sessions.push(session),
-                Event::Effect(Effect::SessionEnded { .. })
-                | Event::Gone { .. }
+                Event::Kicked { session } => {
+                    touched.sessions.push(session);
+                    self.ends.session(session);
+                }
+                Event::Effect(Effect::SessionEnded { session }) => self.ends.session(session),
+                Event::RunEnded(run) => self.ends.run(run),
+                Event::Gone { .. }
                 | Event::RunStarted(_)
-                | Event::RunEnded(_)
                 | Event::Members
                 | Event::PolicyChanged
                 | Event::Digest { .. } => {}
@@ -222,6 +227,7 @@ impl Oracle {
         invariants::no_lost_wakeup::check(&step)?;
         invariants::fifo::check(&step)?;
         invariants::barrier::check(&step, &self.barriers)?;
+        self.ends.check(&step, |session| self.machine.is_kept(session))?;
         self.fences.check(&step)?;
         self.leases.check(&step)?;
         self.locks = after;

@@ -10,6 +10,7 @@ pub mod leases;
 pub mod no_lost_wakeup;
 pub mod pushes;
 pub mod raft_safety;
+pub mod session_end;
 pub mod state_exclusion;
 pub mod totals;
 

@@ -1,0 +1,49 @@
+//! A session ends at one entry, with everything it has, and for ever.
+
+use std::collections::BTreeSet;
+
+use dflockd_core::SessionId;
+use dflockd_engine::replica::types::Run;
+
+use super::Broken;
+use crate::oracle::Step;
+
+/// Who is gone.
+#[derive(Default)]
+pub struct Ends {
+    sessions: BTreeSet<SessionId>,
+    runs: BTreeSet<Run>,
+}
+
+impl Ends {
+    /// A session was ended, by an operator or because nobody came back to it.
+    pub fn session(&mut self, session: SessionId) {
+        self.sessions.insert(session);
+    }
+
+    /// A life of a node has ended, and with it the waits of its connections; their holds follow their leases.
+    pub fn run(&mut self, run: Run) {
+        self.runs.insert(run);
+    }
+
+    /// After each entry, the one that ended them included.
+    pub fn check(
+        &self,
+        step: &Step<'_>,
+        is_kept: impl Fn(SessionId) -> bool,
+    ) -> Result<(), Broken> {
+        for ((_, key), lock) in step.after {
+            let holder = lock.holders.iter().map(|holder| holder.0);
+            let waiter = lock.queue.iter().map(|waiter| waiter.0);
+            let dead = holder.chain(waiter.clone()).find(|id| self.sessions.contains(id));
+            let mut waiter = waiter;
+            let orphan = waiter.find(|&id| self.runs.contains(&Run::of(id)) && !is_kept(id));
+            if let Some(id) = dead.or(orphan) {
+                let key = key.escape_ascii();
+                let what = format!("entry {}: {} has ended and has {key}", step.index, id.0);
+                return Err(Broken::new("session-end", what));
+            }
+        }
+        Ok(())
+    }
+}
