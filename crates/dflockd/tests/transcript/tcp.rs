@@ -146,6 +146,17 @@ impl Tcp {
     /// Members of a cluster that begins with this script. The script talks to one that does not lead, if there are
     /// several.
     pub(crate) fn start_replicated(flags: &[String], size: usize) -> Result<Self, String> {
+        // Between the probe for a free port and its use somebody else may take it.
+        for _ in 0..5 {
+            match Self::try_replicated(flags, size) {
+                Err(why) if why.contains("Address already in use") => {}
+                started => return started,
+            }
+        }
+        Self::try_replicated(flags, size)
+    }
+
+    fn try_replicated(flags: &[String], size: usize) -> Result<Self, String> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = Dir::new(number);
