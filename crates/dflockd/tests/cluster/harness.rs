@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use socket2::SockRef;
+use socket2::{Domain, SockRef, Socket, Type};
 
 /// How long anything may take that is bound to happen. Generous: the machine may be busy.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
@@ -113,10 +113,18 @@ pub(super) fn host() -> Ipv4Addr {
     Ipv4Addr::new(127, 100 + u8::try_from(count % 100).unwrap(), high, low.max(2))
 }
 
-/// Free ports, all different.
+/// Free ports, all different. Bound, but never listened on: a process that another test starts at this moment has
+/// a copy of each socket until it is the server, and a copy that listens would keep the port.
 pub(super) fn free_addresses(host: Ipv4Addr, count: usize) -> Vec<SocketAddr> {
-    let bound: Vec<_> = (0..count).map(|_| TcpListener::bind((host, 0)).unwrap()).collect();
-    bound.iter().map(|listener| listener.local_addr().unwrap()).collect()
+    let bind = |_| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.set_reuse_address(true).unwrap();
+        socket.bind(&SocketAddr::from((host, 0)).into()).unwrap();
+        socket
+    };
+    let bound: Vec<_> = (0..count).map(bind).collect();
+    let address = |socket: &Socket| socket.local_addr().unwrap().as_socket().unwrap();
+    bound.iter().map(address).collect()
 }
 
 /// A server process, ended by its own id when it is no longer needed.

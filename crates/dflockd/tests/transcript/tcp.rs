@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use socket2::SockRef;
+use socket2::{Domain, SockRef, Socket, Type};
 
 use super::{Received, Server};
 
@@ -146,17 +146,6 @@ impl Tcp {
     /// Members of a cluster that begins with this script. The script talks to one that does not lead, if there are
     /// several.
     pub(crate) fn start_replicated(flags: &[String], size: usize) -> Result<Self, String> {
-        // Between the probe for a free port and its use somebody else may take it.
-        for _ in 0..5 {
-            match Self::try_replicated(flags, size) {
-                Err(why) if why.contains("Address already in use") => {}
-                started => return started,
-            }
-        }
-        Self::try_replicated(flags, size)
-    }
-
-    fn try_replicated(flags: &[String], size: usize) -> Result<Self, String> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = Dir::new(number);
@@ -167,11 +156,7 @@ impl Tcp {
         } else {
             Ipv4Addr::LOCALHOST
         };
-        let bound: Vec<_> =
-            (0..2 * size).map(|_| TcpListener::bind((host, 0)).expect("a free port")).collect();
-        let addresses: Vec<_> =
-            bound.iter().map(|listener| listener.local_addr().expect("bound")).collect();
-        drop(bound);
+        let addresses = free_addresses(host, 2 * size);
         let list: Vec<_> = addresses
             .chunks(2)
             .enumerate()
@@ -426,4 +411,18 @@ impl Activity {
         }
         Some(activity)
     }
+}
+
+/// Free ports, all different. Bound, but never listened on: a process that another test starts at this moment has
+/// a copy of each socket until it is the server, and a copy that listens would keep the port.
+fn free_addresses(host: Ipv4Addr, count: usize) -> Vec<SocketAddr> {
+    let bind = |_| {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
+        socket.set_reuse_address(true).expect("a new socket");
+        socket.bind(&SocketAddr::from((host, 0)).into()).expect("a free port");
+        socket
+    };
+    let bound: Vec<_> = (0..count).map(bind).collect();
+    let address = |socket: &Socket| socket.local_addr().expect("bound").as_socket().expect("IPv4");
+    bound.iter().map(address).collect()
 }
