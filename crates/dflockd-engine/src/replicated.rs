@@ -1,24 +1,32 @@
 //! The engine behind a Raft log, as connections see it.
 //!
 //! A command becomes an item in a queue, and its answer comes later, through the session's sink, when this node has
-//! applied the entry with the item in it. The queue is emptied by the replica's thread
-//! (`replica/driver.rs`), which also
-//! brings the events back here.
+//! applied the entry with the item in it.
+//!
+//! The replica has no thread that everything must pass through: whoever has something for it may
+//! [`turn`](Replicated::turn) to it, one at a time, and who finds it busy leaves, because the one who is at it looks
+//! again. Under load that is the *tender*, a thread that serves connections: it reads what many clients sent, turns to
+//! the replica once for all of it, and writes the answers of what was committed meanwhile. To wake a thread for each of
+//! these steps costs more than the steps. The thread `replica` (`replica/driver.rs`) does what takes long and looks at
+//! the time.
 
+use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
-use dflockd_core::{Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span};
-use parking_lot::{Condvar, Mutex};
+use dflockd_core::{
+    Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Timestamp,
+};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
 use crate::clock::Clock;
 use crate::memory::Submitted;
 use crate::replica::admin::{AdminRequest, AdminResult};
-use crate::replica::driver::{self, ClusterOptions, Fatal};
+use crate::replica::driver::{self, Bomb, ClusterOptions, Fatal, Seat};
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
 use crate::replica::types::{Action, Item, Member, Policy, RaftId, Run};
@@ -32,7 +40,27 @@ pub struct Replicated {
     clock: Clock,
     router: Router,
     inputs: Mutex<Inputs>,
+    /// There may be something in them.
+    stirred: AtomicBool,
+    /// For the replica's thread.
     came: Condvar,
+    /// The replica, while it takes part.
+    seat: Mutex<Option<Box<Seat>>>,
+    has_begun: AtomicBool,
+    stopped: AtomicBool,
+    /// When the replica wants to look at the time, and when its thread will.
+    due: AtomicU64,
+    armed: AtomicU64,
+    /// About how many items are taken at a time.
+    taken: AtomicUsize,
+    /// The log is at it.
+    writing: AtomicBool,
+    /// Connections that the tender should serve, because whoever turned to the replica has other things to do.
+    errands: Mutex<Pokes>,
+    has_errands: AtomicBool,
+    /// How long that took the last time.
+    errands_took: AtomicU64,
+    tender: OnceLock<Tender>,
     run: AtomicU32,
     last_session: AtomicU32,
     view: Mutex<View>,
@@ -47,19 +75,56 @@ pub struct Replicated {
     witness: bool,
 }
 
+/// Items at a time up to which the load is light: then whoever has news for the replica turns to it.
+const LIGHT: usize = 4;
+
+thread_local! {
+    /// This thread turns to the replica before it sleeps.
+    static TENDS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A thread that turns to the replica whenever it has nothing else to do.
+struct Tender {
+    wake: Box<dyn Fn() + Send + Sync>,
+    asleep: AtomicBool,
+}
+
+impl Tender {
+    fn call(&self) {
+        fence(Ordering::SeqCst);
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            (self.wake)();
+        }
+    }
+}
+
+/// Whether who turns to the replica leaves the serving of connections to the tender.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Haste {
+    No,
+    Yes,
+    /// And new requests wait for those who are answered now, to be written together.
+    AnswersOnly,
+}
+
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
 type Job = Box<dyn FnOnce(Option<&Machine>) + Send>;
 
-/// What the replica's thread has to take.
+/// What the replica has to take.
 #[derive(Default)]
 pub(crate) struct Inputs {
     /// Items in the form of the log, one behind the other.
     items: Vec<u8>,
     heads: Vec<Head>,
     pub(crate) others: Vec<Input>,
-    /// The thread sleeps.
-    waiting: bool,
-    stopped: bool,
+    /// Some of it takes long and is left to the replica's thread.
+    heavy: bool,
+}
+
+impl Inputs {
+    fn is_empty(&self) -> bool {
+        self.heads.is_empty() && self.others.is_empty()
+    }
 }
 
 struct Head {
@@ -73,7 +138,7 @@ struct Head {
 
 /// What is no client's command.
 pub(crate) enum Input {
-    Frame { from: RaftId, bytes: Bytes },
+    Frame { from: RaftId, bytes: Bytes, bulk: bool },
     Unreachable { peer: RaftId, refused: bool },
     Written(u64),
     Snapshot(Option<MadeSnapshot>),
@@ -81,6 +146,21 @@ pub(crate) enum Input {
     Read { session: SessionId, request: RequestId, query: OwnedQuery },
     Job { id: u64, linear: bool },
     Admin { id: u64, request: AdminRequest },
+}
+
+impl Input {
+    /// Whether it may take long.
+    fn is_heavy(&self) -> bool {
+        match self {
+            Self::Frame { bulk, .. } => *bulk,
+            Self::Snapshot(_) | Self::Job { .. } => true,
+            Self::Unreachable { .. }
+            | Self::Written(_)
+            | Self::Room { .. }
+            | Self::Read { .. }
+            | Self::Admin { .. } => false,
+        }
+    }
 }
 
 /// The cluster as this node sees it.
@@ -127,7 +207,19 @@ impl Replicated {
             clock,
             router: Router::new(),
             inputs: Mutex::default(),
+            stirred: AtomicBool::new(false),
             came: Condvar::new(),
+            seat: Mutex::default(),
+            has_begun: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            due: AtomicU64::new(0),
+            armed: AtomicU64::new(0),
+            taken: AtomicUsize::new(0),
+            writing: AtomicBool::new(false),
+            errands: Mutex::default(),
+            has_errands: AtomicBool::new(false),
+            errands_took: AtomicU64::new(0),
+            tender: OnceLock::new(),
             run: AtomicU32::new(0),
             last_session: AtomicU32::new(0),
             view: Mutex::new(View {
@@ -259,8 +351,8 @@ impl Replicated {
 
     /// Ends the threads. Nothing is answered any more.
     pub fn stop(&self) {
-        self.inputs.lock().stopped = true;
-        self.came.notify_all();
+        self.stopped.store(true, Ordering::SeqCst);
+        self.call();
         if let Some(transport) = self.transport.lock().take() {
             transport.stop();
         }
@@ -419,40 +511,245 @@ impl Replicated {
         codec::put_item(&mut inputs.items, &Item { session, epoch, request, keep, action });
         let end = inputs.items.len();
         inputs.heads.push(Head { end, session, request, keep, wait, grows });
-        self.wake(&mut inputs);
+        drop(inputs);
+        self.stir();
+    }
+
+    // ---- Turning to the replica ----
+
+    /// This thread turns to the replica before it sleeps, and is woken by `wake`. There is one such thread.
+    pub fn set_tender(&self, wake: impl Fn() + Send + Sync + 'static) {
+        let tender = Tender { wake: Box::new(wake), asleep: AtomicBool::new(false) };
+        if self.tender.set(tender).is_ok() {
+            TENDS.set(true);
+        }
+    }
+
+    /// What the tender does before it sleeps: turns to the replica if there is something for it, and serves the
+    /// connections that others left to it. False: there is something again, and it may not sleep.
+    pub fn tend(&self) -> bool {
+        let Some(tender) = self.tender.get() else { return true };
+        if self.has_errands.swap(false, Ordering::SeqCst) {
+            let mut errands = std::mem::take(&mut *self.errands.lock());
+            let since = self.clock.now();
+            errands.run();
+            self.errands_took.store(self.clock.now().since(since).0, Ordering::Relaxed);
+            // Who was answered may have asked again: that is read before the replica gets more to do.
+            return false;
+        }
+        if self.stirred.load(Ordering::SeqCst) && !self.can_wait() {
+            self.turn(Haste::No);
+        }
+        tender.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.wants_tender() {
+            tender.asleep.store(false, Ordering::SeqCst);
+            return false;
+        }
+        true
+    }
+
+    /// Whether there is something for the tender to do.
+    pub fn wants_tender(&self) -> bool {
+        // Who is at the replica looks again when it is done, and calls.
+        self.has_errands.load(Ordering::SeqCst)
+            || self.stirred.load(Ordering::SeqCst) && !self.seat.is_locked() && !self.can_wait()
+    }
+
+    /// Under load, requests that come while the log is being written go into the next write together, and the log's
+    /// thread will see to that. What takes long is for the replica's thread.
+    fn can_wait(&self) -> bool {
+        let inputs = self.inputs.lock();
+        inputs.heavy
+            || inputs.others.is_empty() && !self.is_light() && self.writing.load(Ordering::SeqCst)
+    }
+
+    fn is_light(&self) -> bool {
+        self.taken.load(Ordering::Relaxed) <= LIGHT
+    }
+
+    /// The log has something to write.
+    pub(crate) fn set_writing(&self) {
+        self.writing.store(true, Ordering::SeqCst);
+    }
+
+    /// The tender is awake again.
+    pub fn rise(&self) {
+        if let Some(tender) = self.tender.get() {
+            tender.asleep.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Lets the replica take what has come, and does what follows from it. Who finds somebody else at it leaves.
+    fn turn(&self, haste: Haste) {
+        let Some(seat) = self.seat.try_lock() else { return };
+        if self.inputs.lock().heavy {
+            drop(seat);
+            return self.call();
+        }
+        self.pass(seat, haste);
+        if self.stirred.load(Ordering::SeqCst) {
+            self.stir();
+        }
+    }
+
+    fn pass(&self, mut seat: MutexGuard<'_, Option<Box<Seat>>>, haste: Haste) {
+        if self.is_over() {
+            return;
+        }
+        let Some(taken) = seat.as_mut() else { return };
+        let tends = TENDS.replace(true);
+        let bomb = Bomb::new(self);
+        let mut pokes = Pokes::new();
+        self.stirred.store(false, Ordering::SeqCst);
+        {
+            let mut inputs = self.inputs.lock();
+            if haste == Haste::AnswersOnly {
+                std::mem::swap(&mut inputs.others, &mut taken.inputs.others);
+                self.stirred.store(!inputs.heads.is_empty(), Ordering::SeqCst);
+            } else {
+                std::mem::swap(&mut *inputs, &mut taken.inputs);
+            }
+        }
+        let (now, before) = (taken.inputs.heads.len(), self.taken.load(Ordering::Relaxed));
+        if haste != Haste::AnswersOnly {
+            self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
+        }
+        let due = taken.pass(self, &mut pokes);
+        bomb.defuse();
+        drop(seat);
+        match due {
+            Ok(due) => self.set_due(due),
+            Err(why) => self.fail(why),
+        }
+        match self.tender.get() {
+            Some(tender) if haste != Haste::No => {
+                if !pokes.is_empty() {
+                    self.errands.lock().append(&mut pokes);
+                    self.has_errands.store(true, Ordering::SeqCst);
+                    tender.call();
+                }
+            }
+            _ => pokes.run(),
+        }
+        TENDS.set(tends);
+    }
+
+    /// The replica wants to look at the time then.
+    fn set_due(&self, due: Timestamp) {
+        self.due.store(due.0, Ordering::SeqCst);
+        if due.0 < self.armed.load(Ordering::SeqCst) {
+            self.call();
+        }
+    }
+
+    /// Something was left for the replica: sees to it that somebody takes it.
+    fn stir(&self) {
+        self.stirred.store(true, Ordering::SeqCst);
+        if TENDS.get() {
+            return;
+        }
+        match self.tender.get() {
+            Some(tender) if self.has_begun.load(Ordering::SeqCst) => tender.call(),
+            _ => self.call(),
+        }
+    }
+
+    /// Calls the replica's thread.
+    fn call(&self) {
+        // Not between its look at the queue and its sleep.
+        drop(self.inputs.lock());
+        self.came.notify_all();
+    }
+
+    fn is_over(&self) -> bool {
+        self.stopped.load(Ordering::SeqCst) || self.fatal.get().is_some()
+    }
+
+    pub(crate) fn give(&self, input: Input) {
+        let heavy = input.is_heavy();
+        {
+            let mut inputs = self.inputs.lock();
+            inputs.others.push(input);
+            inputs.heavy |= heavy;
+        }
+        if heavy {
+            self.stirred.store(true, Ordering::SeqCst);
+            self.call();
+        } else {
+            self.stir();
+        }
+    }
+
+    /// The same, and turns to the replica at once if the load is light.
+    pub(crate) fn bring(&self, input: Input) {
+        if input.is_heavy() || !self.is_light() || !self.has_begun.load(Ordering::SeqCst) {
+            return self.give(input);
+        }
+        self.inputs.lock().others.push(input);
+        self.stirred.store(true, Ordering::SeqCst);
+        self.turn(Haste::No);
+    }
+
+    /// The log has written everything up to this number, which took so long; whoever says so wants to write on.
+    pub(crate) fn written(&self, number: u64, took: Span) {
+        self.writing.store(false, Ordering::SeqCst);
+        self.inputs.lock().others.push(Input::Written(number));
+        self.stirred.store(true, Ordering::SeqCst);
+        // Half of the clients wait while the others are written. On a slow disk that is one write too many: it is
+        // faster to let all of them come together.
+        let others_return = self.errands_took.load(Ordering::Relaxed) * 3 / 2;
+        self.turn(match self.is_light() {
+            true => Haste::No,
+            false if took.0 > others_return => Haste::AnswersOnly,
+            false => Haste::Yes,
+        });
     }
 
     // ---- For the replica's thread ----
 
-    pub(crate) fn give(&self, input: Input) {
+    /// Waits for something to come before the replica takes part, `wait` at most. None: it is over.
+    pub(crate) fn wait_inputs(&self, wait: Duration) -> Option<Inputs> {
         let mut inputs = self.inputs.lock();
-        inputs.others.push(input);
-        self.wake(&mut inputs);
-    }
-
-    fn wake(&self, inputs: &mut Inputs) {
-        if std::mem::take(&mut inputs.waiting) {
-            self.came.notify_one();
-        }
-    }
-
-    /// Waits for something to come, `wait` at most. None: it is over.
-    pub(crate) fn take_inputs(&self, wait: Duration) -> Option<Inputs> {
-        let mut inputs = self.inputs.lock();
-        if inputs.heads.is_empty() && inputs.others.is_empty() && !inputs.stopped {
-            inputs.waiting = true;
+        if inputs.is_empty() && !self.is_over() {
             self.came.wait_for(&mut inputs, wait);
-            inputs.waiting = false;
         }
-        if inputs.stopped || self.fatal.get().is_some() {
+        if self.is_over() {
             return None;
         }
         Some(std::mem::take(&mut inputs))
     }
 
-    pub(crate) fn feed(&self, inputs: Inputs, replica: &mut Replica, outputs: &mut Outputs) {
+    /// Lets the replica take part, looks at the time for it, and does what takes long, until it is over.
+    pub(crate) fn attend(&self, seat: Box<Seat>) {
+        *self.seat.lock() = Some(seat);
+        self.has_begun.store(true, Ordering::SeqCst);
+        while !self.is_over() {
+            self.pass(self.seat.lock(), Haste::No);
+            if self.stirred.load(Ordering::SeqCst) {
+                self.stir();
+            }
+            let mut inputs = self.inputs.lock();
+            loop {
+                let due = self.due.load(Ordering::SeqCst);
+                self.armed.store(due, Ordering::SeqCst);
+                let wanted = inputs.heavy || self.tender.get().is_none() && !inputs.is_empty();
+                let wait = self.clock.until(Timestamp(due));
+                if wanted || wait.is_zero() || self.is_over() {
+                    break;
+                }
+                if due == self.due.load(Ordering::SeqCst) {
+                    self.came.wait_for(&mut inputs, wait);
+                }
+            }
+        }
+        *self.seat.lock() = None;
+    }
+
+    /// Gives the replica what has come; the buffers stay.
+    pub(crate) fn feed(&self, inputs: &mut Inputs, replica: &mut Replica, outputs: &mut Outputs) {
         let mut begin = 0;
-        for head in inputs.heads {
+        for head in inputs.heads.drain(..) {
             let bytes = &inputs.items[begin..head.end];
             begin = head.end;
             let Head { session, request, keep, wait, grows, .. } = head;
@@ -465,9 +762,11 @@ impl Replicated {
                 outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
             }
         }
-        for input in inputs.others {
+        inputs.items.clear();
+        inputs.heavy = false;
+        for input in inputs.others.drain(..) {
             match input {
-                Input::Frame { from, bytes } => replica.handle_frame(from, bytes),
+                Input::Frame { from, bytes, bulk: _ } => replica.handle_frame(from, bytes),
                 Input::Unreachable { peer, refused } => replica.handle_unreachable(peer, refused),
                 Input::Written(number) => replica.handle_written(number),
                 Input::Snapshot(made) => replica.handle_snapshot(made, outputs),
@@ -548,7 +847,7 @@ impl Replicated {
         let _ = self.fatal.set(why);
         self.failed.notify_waiters();
         self.failed.notify_one();
-        self.came.notify_all();
+        self.call();
     }
 
     /// Brings events to this node's clients. True: the members have changed. Whom there is to talk to goes to `meet`.
@@ -556,15 +855,15 @@ impl Replicated {
         &self,
         events: impl Iterator<Item = NodeEvent>,
         replica: &Replica,
+        pokes: &mut Pokes,
         mut meet: impl FnMut(std::collections::BTreeMap<RaftId, Member>),
     ) -> bool {
-        let mut pokes = Pokes::new();
         let mut members = false;
         for event in events {
             match event {
                 NodeEvent::Machine(event) => {
                     members |= matches!(event, Event::Members | Event::PolicyChanged);
-                    self.route_event(event, replica.machine(), &mut pokes);
+                    self.route_event(event, replica.machine(), pokes);
                 }
                 NodeEvent::Job(id, can) => {
                     if let Some(job) = self.jobs.lock().remove(&id) {
@@ -581,19 +880,18 @@ impl Replicated {
                     let Some(store) = replica.machine().store() else { continue };
                     for session in self.router.all() {
                         if store.subscribes(session.id) {
-                            self.expel(&session, &mut pokes);
+                            self.expel(&session, pokes);
                         }
                     }
                 }
                 NodeEvent::NewRun(run) => {
                     self.begin_run(run);
                     for session in self.router.all() {
-                        self.expel(&session, &mut pokes);
+                        self.expel(&session, pokes);
                     }
                 }
             }
         }
-        pokes.run();
         members
     }
 

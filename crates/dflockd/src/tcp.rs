@@ -70,8 +70,8 @@ impl Peers {
             empty: Notify::new(),
             workers: handles,
         });
-        for (worker, poll) in peers.workers.iter().zip(polls) {
-            worker::start(Arc::clone(&peers), Arc::clone(worker), poll)?;
+        for (index, (worker, poll)) in peers.workers.iter().zip(polls).enumerate() {
+            worker::start(Arc::clone(&peers), Arc::clone(worker), poll, index == 0)?;
         }
         Ok(peers)
     }

@@ -1,9 +1,9 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
-//! `replica` owns the [`Replica`]: it takes all that has come, lets it decide, and hands out what is to be done. `log`
-//! writes and syncs all that is queued at once, so one slow disk stops neither the clock nor the network. A
-//! snapshot has a
-//! thread of its own while it is made. Peers are served by the runtime's threads.
+//! Whoever turns to the [`Replica`] has its [`Seat`]: lets it take all that has come and decide, and hands out what is to
+//! be done. `replica` is the thread that does so when time passes or something takes long. `log` writes and syncs all
+//! that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a thread of its own
+//! while it is made. Peers are served by the runtime's threads.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use dflockd_core::Timestamp;
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
@@ -24,7 +25,8 @@ use super::transport::{Handler, Identity, Lane, PeerAddress, Transport, Transpor
 use super::types::{Bits128, Member, Policy, RaftId, Run, Start};
 use super::{LogWrite, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note};
 use crate::clock::unix_nanos;
-use crate::replicated::{Input, Replicated};
+use crate::replicated::{Input, Inputs, Replicated};
+use crate::router::Pokes;
 
 /// The newest form of entries and frames this program can read.
 const VERSION: u32 = 1;
@@ -139,7 +141,6 @@ pub(crate) async fn start(
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
-    let runtime = tokio::runtime::Handle::current();
     let seats = Seats {
         front: Arc::clone(front),
         gate,
@@ -148,11 +149,7 @@ pub(crate) async fn start(
         start,
         options,
     };
-    spawn("replica", move || {
-        // Connections that are served from here may want to spawn something.
-        let _context = runtime.enter();
-        seats.run(log, recovered);
-    })?;
+    spawn("replica", move || seats.run(log, recovered))?;
     Ok(transport)
 }
 
@@ -192,9 +189,14 @@ fn beginning(options: &ClusterOptions, who: &mut Who) -> Option<(SnapshotMetadat
 }
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), String> {
+    let runtime = tokio::runtime::Handle::current();
     std::thread::Builder::new()
         .name(name.into())
-        .spawn(run)
+        .spawn(move || {
+            // Connections that are served from here may want to spawn something.
+            let _context = runtime.enter();
+            run();
+        })
         .map(drop)
         .map_err(|error| format!("thread {name}: {error}"))
 }
@@ -230,9 +232,9 @@ impl Handler for Gate {
         Ok(())
     }
 
-    fn received(&self, from: u64, _lane: Lane, frame: Bytes) {
+    fn received(&self, from: u64, lane: Lane, frame: Bytes) {
         if let Some(front) = self.front.upgrade() {
-            front.give(Input::Frame { from, bytes: frame });
+            front.bring(Input::Frame { from, bytes: frame, bulk: lane == Lane::Bulk });
         }
     }
 
@@ -249,7 +251,33 @@ impl Handler for Gate {
     fn stream_lost(&self, _peer: u64, _lane: Lane) {}
 }
 
-/// What the replica's thread has.
+/// A replica that takes part, and what whoever turns to it needs.
+pub(crate) struct Seat {
+    seats: Seats,
+    replica: Replica,
+    outputs: Outputs,
+    jobs: mpsc::Sender<LogJob>,
+    /// What it takes now; empty in between.
+    pub(crate) inputs: Inputs,
+}
+
+impl Seat {
+    /// Lets the replica take its inputs, and hands out what it wants. Says when it wants to look at the time.
+    pub(crate) fn pass(
+        &mut self,
+        front: &Replicated,
+        pokes: &mut Pokes,
+    ) -> Result<Timestamp, String> {
+        let Self { seats, replica, outputs, jobs, inputs } = self;
+        replica.handle_time(front.clock().now());
+        front.feed(inputs, replica, outputs);
+        replica.poll(outputs);
+        seats.hand_out(replica, outputs, jobs, pokes)?;
+        Ok(replica.next_deadline())
+    }
+}
+
+/// What is around a replica.
 struct Seats {
     front: Arc<Replicated>,
     gate: Arc<Gate>,
@@ -273,40 +301,32 @@ enum LogJob {
 impl Seats {
     fn run(self, log: Log, recovered: Recovered) {
         let front = Arc::clone(&self.front);
-        let bomb = Bomb(Arc::clone(&front));
+        let bomb = Bomb::new(&front);
         if let Err(why) = self.take_part(log, recovered) {
             front.fail(why);
         }
-        std::mem::forget(bomb);
+        bomb.defuse();
     }
 
     fn take_part(self, log: Log, recovered: Recovered) -> Result<(), String> {
         let (jobs, queue) = mpsc::channel();
         let front = Arc::clone(&self.front);
         spawn("log", move || {
-            let bomb = Bomb(Arc::clone(&front));
+            let bomb = Bomb::new(&front);
             if let Err(error) = keep_log(log, &queue, &front) {
                 front.fail(format!("the log can not be written: {error}"));
             }
-            std::mem::forget(bomb);
+            bomb.defuse();
         })?;
         let Some((mut replica, first)) = self.begin(recovered, &jobs)? else { return Ok(()) };
         self.meet(&replica);
-        let mut outputs = Outputs::default();
         if let Some((from, bytes)) = first {
             replica.handle_frame(from, bytes);
         }
-        loop {
-            replica.poll(&mut outputs);
-            let stop = self.hand_out(&mut replica, &mut outputs, &jobs)?;
-            if stop {
-                return Ok(());
-            }
-            let wait = self.front.clock().until(replica.next_deadline());
-            let Some(inputs) = self.front.take_inputs(wait) else { return Ok(()) };
-            replica.handle_time(self.front.clock().now());
-            self.front.feed(inputs, &mut replica, &mut outputs);
-        }
+        let front = Arc::clone(&self.front);
+        let (outputs, inputs) = (Outputs::default(), Inputs::default());
+        front.attend(Box::new(Seat { seats: self, replica, outputs, jobs, inputs }));
+        Ok(())
     }
 
     /// The replica, once it is known who this node is.
@@ -318,13 +338,13 @@ impl Seats {
         let mut raft_id = self.gate.who.lock().raft_id;
         let mut first = None;
         while raft_id == 0 {
-            let Some(inputs) = self.front.take_inputs(Duration::from_secs(1)) else {
+            let Some(inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
                 return Ok(None);
             };
             for input in inputs.others {
                 if let Input::Job { id, .. } = input {
                     self.front.refuse_job(id);
-                } else if let Input::Frame { from, bytes } = input
+                } else if let Input::Frame { from, bytes, .. } = input
                     && let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone())
                     && first.is_none()
                 {
@@ -398,26 +418,29 @@ impl Seats {
         self.transport.set_peers(peers.collect());
     }
 
-    /// Does what the replica wants. True: it is over.
+    /// Does what the replica wants.
     fn hand_out(
         &self,
         replica: &mut Replica,
         outputs: &mut Outputs,
         jobs: &mpsc::Sender<LogJob>,
-    ) -> Result<bool, String> {
+        pokes: &mut Pokes,
+    ) -> Result<(), String> {
+        if !outputs.writes.is_empty() {
+            self.front.set_writing();
+        }
         // The log first: what follows happens while it is being written.
         for write in outputs.writes.drain(..) {
-            if jobs.send(LogJob::Write(write)).is_err() {
-                return Ok(true);
-            }
+            // Nobody takes it if the log has failed, which is said elsewhere.
+            let _ = jobs.send(LogJob::Write(write));
         }
         for frame in outputs.frames.drain(..) {
             let lane = if frame.bulk { Lane::Bulk } else { Lane::Main };
             self.transport.send(frame.to, lane, frame.bytes);
         }
-        let members_changed = self.front.route(outputs.events.drain(..), replica, |members| {
-            self.dial(&members);
-        });
+        let events = outputs.events.drain(..);
+        let members_changed =
+            self.front.route(events, replica, pokes, |members| self.dial(&members));
         if members_changed {
             self.meet(replica);
         }
@@ -433,13 +456,13 @@ impl Seats {
         }
         match outputs.fatal.take() {
             Some(why) => Err(why),
-            None => Ok(false),
+            None => Ok(()),
         }
     }
 }
 
 fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) {
-    let bomb = Bomb(Arc::clone(front));
+    let bomb = Bomb::new(front);
     match job.run() {
         Err(why) => front.fail(format!("a snapshot can not be made: {why}")),
         Ok(made) => match write_snapshot(&mut disk, &made.metadata, &made.data) {
@@ -451,7 +474,7 @@ fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) 
             Err(error) => front.fail(format!("a snapshot can not be written: {error}")),
         },
     }
-    std::mem::forget(bomb);
+    bomb.defuse();
 }
 
 /// Writes and syncs all that is queued, again and again.
@@ -465,6 +488,7 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
             Err(mpsc::RecvTimeoutError::Disconnected) => return log.sync(),
         };
         let (mut number, mut sync) = (0, false);
+        let began = front.clock().now();
         while let Some(job) = next {
             match job {
                 LogJob::Write(write) => {
@@ -497,7 +521,7 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
             log.sync()?;
         }
         if number > 0 {
-            front.give(Input::Written(number));
+            front.written(number, front.clock().now().since(began));
         }
         if low && looked.elapsed() >= LOOK {
             looked = Instant::now();
@@ -510,10 +534,20 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
     }
 }
 
-/// A thread that panics takes the process with it: half of a member is worse than none.
-struct Bomb(Arc<Replicated>);
+/// Whoever panics at the replica or its log takes the process along: half of a member is worse than none.
+pub(crate) struct Bomb<'a>(&'a Replicated);
 
-impl Drop for Bomb {
+impl<'a> Bomb<'a> {
+    pub(crate) fn new(front: &'a Replicated) -> Self {
+        Self(front)
+    }
+
+    pub(crate) fn defuse(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Bomb<'_> {
     fn drop(&mut self) {
         self.0.fail("a thread of the replica has panicked".into());
     }

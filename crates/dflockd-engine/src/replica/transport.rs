@@ -407,13 +407,25 @@ struct Queue {
     frames: VecDeque<Bytes>,
     /// The sum of their lengths.
     bytes: usize,
+    /// The socket, while all that was taken from here is written: then a small frame goes there without the detour over
+    /// another thread.
+    direct: Option<Arc<std::net::TcpStream>>,
+    /// What the socket did not take of such a frame.
+    rest: Option<Bytes>,
 }
 
 impl Outbox {
     /// If it is too much, the newest frame goes: a stream with a hole in it would be of no use.
     fn push(&self, frame: Bytes, limits: &LaneLimits) -> bool {
         let mut queue = self.queue.lock();
-        let Queue { frames, bytes } = &mut *queue;
+        if queue.write(&frame) {
+            if queue.rest.is_some() {
+                drop(queue);
+                self.filled.notify_one();
+            }
+            return true;
+        }
+        let Queue { frames, bytes, .. } = &mut *queue;
         let full = frames.len() >= limits.queue_frames_max
             || !frames.is_empty() && *bytes + frame.len() > limits.queue_bytes_max;
         if full {
@@ -426,9 +438,15 @@ impl Outbox {
         true
     }
 
-    fn take(&self) -> Batch {
+    /// What is to be written next. If that is nothing, frames may go to `idle`, the socket.
+    fn take(&self, idle: Option<&Arc<std::net::TcpStream>>) -> Batch {
         let mut queue = self.queue.lock();
-        let Queue { frames, bytes } = &mut *queue;
+        queue.direct = None;
+        let Queue { frames, bytes, rest, direct } = &mut *queue;
+        if frames.is_empty() && rest.is_none() {
+            *direct = idle.cloned();
+        }
+        let rest = rest.take();
         let (mut count, mut sum) = (0, 0);
         while let Some(frame) = frames.get(count)
             && (count == 0 || sum + frame.len() <= BATCH_BYTES)
@@ -439,7 +457,7 @@ impl Outbox {
         *bytes -= sum;
         let taken = frames.drain(..count).collect::<Vec<_>>();
         drop(queue);
-        Batch::new(taken)
+        Batch::new(rest, taken)
     }
 
     fn clear(&self) {
@@ -453,7 +471,35 @@ impl Outbox {
     }
 
     fn is_empty(&self) -> bool {
-        self.queue.lock().frames.is_empty()
+        let queue = self.queue.lock();
+        queue.frames.is_empty() && queue.rest.is_none()
+    }
+
+    /// The connection is gone.
+    fn disconnect(&self) {
+        let mut queue = self.queue.lock();
+        (queue.direct, queue.rest) = (None, None);
+    }
+}
+
+impl Queue {
+    /// True: the frame is in the socket, or the socket's next task.
+    fn write(&mut self, frame: &Bytes) -> bool {
+        let Some(socket) = &self.direct else { return false };
+        if frame.len() > COALESCE_BYTES || self.rest.is_some() || !self.frames.is_empty() {
+            return false;
+        }
+        let mut bytes = BytesMut::with_capacity(4 + frame.len());
+        bytes.put_u32_le(frame.len().try_into().expect("small"));
+        bytes.extend_from_slice(frame);
+        // If the socket is broken, the task behind it finds out.
+        let written = io::Write::write(&mut &**socket, &bytes).unwrap_or(0);
+        bytes.advance(written);
+        if !bytes.is_empty() {
+            self.rest = Some(bytes.freeze());
+            self.direct = None;
+        }
+        true
     }
 }
 
@@ -466,8 +512,9 @@ struct Batch {
 }
 
 impl Batch {
-    fn new(frames: Vec<Bytes>) -> Self {
-        let mut chunks = VecDeque::new();
+    /// The rest of a frame that is under way, then frames.
+    fn new(rest: Option<Bytes>, frames: Vec<Bytes>) -> Self {
+        let mut chunks = VecDeque::from_iter(rest);
         let mut small = BytesMut::new();
         for frame in frames {
             small.put_u32_le(frame.len().try_into().expect("frames have at most 64 MiB"));
@@ -687,6 +734,8 @@ struct Sender {
 /// A connection that we dialed, ready for frames.
 struct Dialed {
     stream: Box<dyn Duplex>,
+    /// The same socket, if there is nothing around it.
+    direct: Option<Arc<std::net::TcpStream>>,
     proven: Proven,
     /// Who we said we are.
     told: Identity,
@@ -790,8 +839,13 @@ impl Sender {
     ) -> Result<Dialed, NoConnection> {
         let Shared { handler, .. } = &*self.shared;
         let target = &self.peer.node;
+        let mut direct = None;
         let mut fresh = match &credentials.tls {
-            None => Fresh::plain(tcp),
+            None => {
+                let socket = tcp.into_std()?;
+                direct = Some(Arc::new(socket.try_clone()?));
+                Fresh::plain(TcpStream::from_std(socket)?)
+            }
             Some(tls) => Fresh::dial_tls(tcp, tls).await?,
         };
         fresh.check_name(target)?;
@@ -824,12 +878,18 @@ impl Sender {
             secret: credentials.secrets.first().cloned(),
             certificates: fresh.certificates,
         };
-        Ok(Dialed { stream: fresh.stream, proven, told })
+        Ok(Dialed { stream: fresh.stream, direct, proven, told })
     }
 
     /// Sends what is queued until something ends it.
     async fn pump(&mut self, dialed: Dialed) -> End {
-        let Dialed { stream, proven, told } = dialed;
+        let end = self.write_on(dialed).await;
+        self.outbox.disconnect();
+        end
+    }
+
+    async fn write_on(&mut self, dialed: Dialed) -> End {
+        let Dialed { stream, direct, proven, told } = dialed;
         let (mut reader, mut writer) = tokio::io::split(stream);
         let stall = self.shared.limits.of(self.lane).stall;
         let Self { shared, outbox, state, wanted, .. } = self;
@@ -837,7 +897,7 @@ impl Sender {
         let mut unexpected = [0];
         loop {
             if batch.is_done() {
-                batch = outbox.take();
+                batch = outbox.take(direct.as_ref());
             }
             let lost = tokio::select! {
                 biased;
@@ -862,7 +922,7 @@ impl Sender {
         let farewell = async {
             batch.write(&mut writer, stall).await?;
             while !outbox.is_empty() {
-                outbox.take().write(&mut writer, stall).await?;
+                outbox.take(None).write(&mut writer, stall).await?;
             }
             writer.shutdown().await
         };

@@ -92,10 +92,13 @@ impl Worker {
             orders.len() == 1
         };
         // The worker itself looks here before it sleeps, and who was before us has woken it.
-        if is_first
-            && HERE.get() != self.address()
-            && let Err(error) = self.waker.wake()
-        {
+        if is_first && HERE.get() != self.address() {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Err(error) = self.waker.wake() {
             tracing::error!(%error, "worker not woken");
         }
     }
@@ -106,7 +109,12 @@ impl Worker {
 }
 
 /// Starts the thread of a worker. To be called inside a tokio runtime, which runs what takes a while.
-pub(super) fn start(peers: Arc<Peers>, worker: Arc<Worker>, poll: Poll) -> io::Result<()> {
+pub(super) fn start(
+    peers: Arc<Peers>,
+    worker: Arc<Worker>,
+    poll: Poll,
+    tends: bool,
+) -> io::Result<()> {
     let turns = Turns {
         peers,
         worker,
@@ -116,6 +124,7 @@ pub(super) fn start(peers: Arc<Peers>, worker: Arc<Worker>, poll: Poll) -> io::R
         again: Vec::new(),
         buffer: vec![0; READ_BYTES].into(),
         short_sleeps: 0,
+        tends,
     };
     let runtime = tokio::runtime::Handle::current();
     std::thread::Builder::new().name("connections".into()).spawn(move || {
@@ -138,6 +147,8 @@ struct Turns {
     buffer: Box<[u8]>,
     /// How many sleeps in a row were short.
     short_sleeps: u32,
+    /// Turns to the replica, if there is one, before it sleeps.
+    tends: bool,
 }
 
 struct Member {
@@ -154,6 +165,10 @@ struct Member {
 impl Turns {
     fn run(mut self) {
         HERE.set(self.worker.address());
+        if let Some(replica) = self.worker.service.engine.replicated().filter(|_| self.tends) {
+            let worker = Arc::clone(&self.worker);
+            replica.set_tender(move || worker.wake());
+        }
         let mut events = Events::with_capacity(EVENTS_MAX);
         loop {
             match self.wait(&mut events) {
@@ -185,17 +200,23 @@ impl Turns {
     /// Waits for sockets. While traffic is brisk it looks at them for a moment before it sleeps: to be woken costs
     /// more than a request does, and whoever wakes us pays half of it.
     fn wait(&mut self, events: &mut Events) -> io::Result<()> {
-        let patience = self.patience();
-        if patience == Some(Duration::ZERO) {
-            return self.poll.poll(events, patience);
+        let service = Arc::clone(&self.worker.service);
+        let replica = service.engine.replicated().filter(|_| self.tends);
+        let can_sleep = replica.is_none_or(|replica| replica.tend());
+        let patience = self.patience().filter(|_| can_sleep);
+        if !can_sleep || patience == Some(Duration::ZERO) {
+            let found = self.poll.poll(events, Some(Duration::ZERO));
+            replica.inspect(|replica| replica.rise());
+            return found;
         }
-        let clock = self.worker.service.engine.clock();
+        let clock = service.engine.clock();
         let mut since = clock.now();
         if self.short_sleeps >= BRISK {
             let until = since + AWAKE;
             while since < until {
                 self.poll.poll(events, Some(Duration::ZERO))?;
-                if !events.is_empty() {
+                if !events.is_empty() || replica.is_some_and(|replica| replica.wants_tender()) {
+                    replica.inspect(|replica| replica.rise());
                     return Ok(());
                 }
                 // Whoever wants this core gets it; it may be the client that we wait for.
@@ -204,7 +225,9 @@ impl Turns {
             }
             self.short_sleeps = 0;
         }
-        self.poll.poll(events, patience)?;
+        let found = self.poll.poll(events, patience);
+        replica.inspect(|replica| replica.rise());
+        found?;
         let was_short = clock.now().since(since) < SHORT;
         self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };
         Ok(())

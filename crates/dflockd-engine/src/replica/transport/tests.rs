@@ -536,9 +536,9 @@ fn batches_are_taken_up_where_they_were_left() {
     let frames: Vec<_> =
         [3, COALESCE_BYTES + 1, 0, 5, 40_000].map(|length| Bytes::from(vec![9; length])).into();
     let whole = |batch: &Batch| batch.chunks.iter().flatten().copied().collect::<Vec<_>>();
-    let expected = whole(&Batch::new(frames.clone()));
+    let expected = whole(&Batch::new(None, frames.clone()));
     for step in [997, 20_000, expected.len()] {
-        let mut batch = Batch::new(frames.clone());
+        let mut batch = Batch::new(None, frames.clone());
         let mut left = expected.len();
         while left > 0 {
             batch.advance(step.min(left));
@@ -547,7 +547,7 @@ fn batches_are_taken_up_where_they_were_left() {
         }
         assert!(batch.is_done());
     }
-    assert!(Batch::new(Vec::new()).is_done());
+    assert!(Batch::new(None, Vec::new()).is_done());
 }
 
 // Refusals: nothing is delivered, and both logs have the reason.
