@@ -86,6 +86,7 @@ def targets(races):
         if held is not None:
             table.row("w4", "bytes per holder", "≤ 2048", number(held), held <= 2048)
     table.add("w4", "server CPU per renewal ÷ Redis", "redis", "server_cpu", 0.7, False)
+    table.add("http", "HTTP/1.1, kept connections, ops/s ÷ line protocol", "dflockd", "ops", 0.3)
     table.add("durable", "one node on disk, ops/s ÷ Redis (AOF, always)", "redis-aof", "ops", 1.3)
     for connections, limit in ((1, 2.0), (64, 5.0), (256, 5.0)):
         what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd"
@@ -259,6 +260,11 @@ def main():
         "  bare epoll loop with one thread and on tokio with a task per connection.",
         "- **w4**: memory is the growth of the server's resident memory from before the first holder connected, in",
         "  the first round; an operation is a renewal.",
+        "- **http**: w1 by the HTTP door, one session and one kept connection per client; the other side is the line",
+        "  protocol of the same server in the same run.",
+        "- **crowd**: w1 with two connections of the line protocol while slow HTTP clients (silent, heads and bodies",
+        "  that never end, streams nobody reads) are connected, 5,000 unless the run was quick or descriptors are few;",
+        "  quiet is a second server without them. What counts is p99.",
         "- **durable**: w1 against one node with `--raft-dir`, Redis with `appendfsync always`, one etcd; **w6**: the",
         "  same against three nodes of one cluster each, on one disk, connections spread over the nodes.",
         "- **Much state**: `bench/durable` shows recovery with a million locks, a snapshot beside load, and 100,000",

@@ -445,7 +445,10 @@ impl<'a> Game<'a> {
         }
         let command = match kind {
             10 => Command::Release { key, space, token, resign: how & 16 != 0 },
-            11 => Command::Renew { key, space, token, lease: self.bytes.pick(&LEASES) },
+            11 => match self.bytes.pick(&LEASES) {
+                Some(lease) if how & 16 != 0 => Command::RenewSession { lease },
+                lease => Command::Renew { key, space, token, lease },
+            },
             _ => Command::ForceRelease { key, space, fence: token.fence },
         };
         (command, space, key)

@@ -11,29 +11,111 @@ use dflockd_engine::replica::types::{Action, Bits128};
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "they stand for the core's commands")]
 pub enum Op {
-    Acquire { key: Vec<u8>, mode: Mode, wait: Span, lease: Span, salt: u64 },
-    Enqueue { key: Vec<u8>, mode: Mode, lease: Span, salt: u64 },
-    Wait { key: Vec<u8>, mode: Mode, wait: Span, lease: Span },
-    Release { key: Vec<u8>, space: Space, token: Token, resign: bool },
-    Renew { key: Vec<u8>, space: Space, token: Token, lease: Span },
-    Force { key: Vec<u8>, space: Space, fence: Fence },
-    Add { key: Vec<u8> },
-    CounterSet { key: Vec<u8>, value: i64 },
-    KvSet { key: Vec<u8>, value: Vec<u8>, ttl: Option<Span> },
-    KvDelete { key: Vec<u8> },
-    Cas { key: Vec<u8>, expect: Expected, value: Vec<u8> },
-    Push { key: Vec<u8>, end: End, value: Vec<u8> },
-    Pop { key: Vec<u8>, end: End, wait: Option<Span> },
-    BarrierWait { key: Vec<u8>, count: u32, wait: Span },
-    Signal { channel: Vec<u8>, payload: Vec<u8> },
-    Listen { pattern: Vec<u8>, group: Vec<u8> },
-    Watch { pattern: Vec<u8> },
-    Observe { key: Vec<u8> },
-    Cancel { request: RequestId },
-    Acknowledge { up_to: RequestId },
-    Keep { secret: Bits128 },
-    Attach { secret: Bits128 },
-    Kick { session: SessionId },
+    Acquire {
+        key: Vec<u8>,
+        mode: Mode,
+        wait: Span,
+        lease: Span,
+        salt: u64,
+    },
+    Enqueue {
+        key: Vec<u8>,
+        mode: Mode,
+        lease: Span,
+        salt: u64,
+    },
+    Wait {
+        key: Vec<u8>,
+        mode: Mode,
+        wait: Span,
+        lease: Span,
+    },
+    Release {
+        key: Vec<u8>,
+        space: Space,
+        token: Token,
+        resign: bool,
+    },
+    Renew {
+        key: Vec<u8>,
+        space: Space,
+        token: Token,
+        lease: Span,
+    },
+    /// All holds with this lease; the token is that of the one it is done for.
+    RenewSession {
+        token: Token,
+        lease: Span,
+    },
+    Force {
+        key: Vec<u8>,
+        space: Space,
+        fence: Fence,
+    },
+    Add {
+        key: Vec<u8>,
+    },
+    CounterSet {
+        key: Vec<u8>,
+        value: i64,
+    },
+    KvSet {
+        key: Vec<u8>,
+        value: Vec<u8>,
+        ttl: Option<Span>,
+    },
+    KvDelete {
+        key: Vec<u8>,
+    },
+    Cas {
+        key: Vec<u8>,
+        expect: Expected,
+        value: Vec<u8>,
+    },
+    Push {
+        key: Vec<u8>,
+        end: End,
+        value: Vec<u8>,
+    },
+    Pop {
+        key: Vec<u8>,
+        end: End,
+        wait: Option<Span>,
+    },
+    BarrierWait {
+        key: Vec<u8>,
+        count: u32,
+        wait: Span,
+    },
+    Signal {
+        channel: Vec<u8>,
+        payload: Vec<u8>,
+    },
+    Listen {
+        pattern: Vec<u8>,
+        group: Vec<u8>,
+    },
+    Watch {
+        pattern: Vec<u8>,
+    },
+    Observe {
+        key: Vec<u8>,
+    },
+    Cancel {
+        request: RequestId,
+    },
+    Acknowledge {
+        up_to: RequestId,
+    },
+    Keep {
+        secret: Bits128,
+    },
+    Attach {
+        secret: Bits128,
+    },
+    Kick {
+        session: SessionId,
+    },
     Sync,
     Read(OwnedQuery),
 }
@@ -67,6 +149,7 @@ impl Op {
             Self::Renew { key, space, token, lease } => {
                 Command::Renew { key, space: *space, token: *token, lease: Some(*lease) }
             }
+            Self::RenewSession { lease, .. } => Command::RenewSession { lease: *lease },
             Self::Force { key, space, fence } => {
                 Command::ForceRelease { key, space: *space, fence: *fence }
             }
@@ -116,6 +199,7 @@ impl Op {
             Self::Enqueue { .. }
             | Self::Release { .. }
             | Self::Renew { .. }
+            | Self::RenewSession { .. }
             | Self::Force { .. }
             | Self::Add { .. }
             | Self::CounterSet { .. }

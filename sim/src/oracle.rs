@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use dflockd_core::{Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Timestamp};
+use dflockd_core::{Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Timestamp};
 use dflockd_engine::replica::codec::{self, Section};
 use dflockd_engine::replica::machine::{Event, Machine};
 use dflockd_engine::replica::types::{Action, Order};
@@ -32,6 +32,8 @@ pub struct Touched {
     pub fences: Vec<Fence>,
     /// Sessions that were closed, kicked or left for others.
     pub sessions: Vec<SessionId>,
+    /// Sessions that asked to restart all their leases of this length.
+    pub renewals: Vec<(SessionId, RequestId, Span)>,
     /// Time was looked at.
     pub ticked: bool,
     /// Answers, in order.
@@ -270,6 +272,9 @@ impl Oracle {
         match action {
             Action::Command(Command::Release { token, .. }) => touched.fences.push(token.fence),
             Action::Command(Command::ForceRelease { fence, .. }) => touched.fences.push(*fence),
+            Action::Command(Command::RenewSession { lease }) => {
+                touched.renewals.push((session, request, *lease));
+            }
             Action::Command(Command::BarrierWait { key, count, .. }) => {
                 self.barriers.insert((session, request), (key.to_vec(), *count));
             }

@@ -125,6 +125,7 @@ impl Client {
                 Op::Keep { .. }
                     | Op::Cancel { .. }
                     | Op::Acknowledge { .. }
+                    | Op::RenewSession { .. }
                     | Op::Sync
                     | Op::Kick { .. }
                     | Op::Read(_)
@@ -152,6 +153,9 @@ impl Client {
             if rng.chance(600) {
                 let (key, token, lease) = (held.key.clone(), held.token, held.lease);
                 let space = held.mode.space();
+                if self.kept.is_some() && token.salt.is_multiple_of(3) {
+                    return self.ask(Op::RenewSession { token, lease });
+                }
                 return self.ask(Op::Renew { key, space, token, lease });
             }
             let held = self.holds.remove(at);
@@ -425,7 +429,18 @@ impl Client {
                 let (key, mode) = (held.key.clone(), held.mode);
                 Some(Learned { key, mode, token: *token, valid })
             }
-            (Op::Renew { token, .. }, _) => {
+            // It does not say which holds it found, so only one that is still valid here goes on.
+            (Op::RenewSession { token, lease }, Outcome::Number(1..)) => {
+                let valid = valid(*lease);
+                let held = self.holds.iter_mut().find(|held| held.token == *token)?;
+                if held.forget_at <= now {
+                    return None;
+                }
+                held.forget_at = held.forget_at.max(sent + valid);
+                let (key, mode) = (held.key.clone(), held.mode);
+                Some(Learned { key, mode, token: *token, valid })
+            }
+            (Op::Renew { token, .. } | Op::RenewSession { token, .. }, _) => {
                 self.holds.retain(|held| held.token != *token);
                 None
             }

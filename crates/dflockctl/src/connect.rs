@@ -77,9 +77,9 @@ enum Servers {
 pub(crate) struct Connection {
     pub(crate) servers: Vec<String>,
     pub(crate) name: String,
-    auth: Option<Arc<str>>,
-    tls: Option<Arc<rustls::ClientConfig>>,
-    connect_timeout: Option<Duration>,
+    pub(crate) auth: Option<Arc<str>>,
+    pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
+    pub(crate) connect_timeout: Option<Duration>,
 }
 
 impl Settings {
@@ -168,6 +168,12 @@ impl Settings {
 }
 
 impl Connection {
+    /// To servers on this machine that ask for no token.
+    pub(crate) fn local(servers: Vec<String>) -> Self {
+        let name = own_name(&|_| None);
+        Self { servers, name, auth: None, tls: None, connect_timeout: None }
+    }
+
     pub(crate) fn builder(&self) -> ClientBuilder {
         let mut builder = Client::builder().servers(self.servers.clone()).name(&self.name);
         if let Some(auth) = &self.auth {

@@ -5,15 +5,21 @@
 //! and an exit status in `failure.rs`.
 
 mod admin;
+mod backup;
 mod bench;
+mod cluster;
 mod connect;
+mod dev_cluster;
+mod doctor;
 mod events;
 mod failure;
 mod family;
 mod hold;
+mod init;
 mod leash;
 mod look;
 mod manual;
+mod operator;
 mod output;
 mod run;
 mod signals;
@@ -105,6 +111,21 @@ enum Verb {
     ForceRelease(admin::ForceReleaseArgs),
     /// End somebody's session with all it holds; for administrators.
     EndSession(admin::EndSessionArgs),
+    /// Look after a cluster: members, policy, snapshots, leadership.
+    Cluster {
+        #[command(subcommand)]
+        verb: cluster::ClusterVerb,
+    },
+    /// Take leadership from a node and keep it from leading, before work on it.
+    Drain(cluster::DrainArgs),
+    /// Write a consistent copy of a cluster's whole state to a file.
+    Backup(backup::BackupArgs),
+    /// Begin a new cluster from a backup: make the data directory of its first node, on this machine.
+    Restore(backup::RestoreArgs),
+    /// Check a cluster, and say what to do about what is found.
+    Doctor(doctor::Args),
+    /// Run a cluster on this machine, for trying things out and for tests.
+    DevCluster(dev_cluster::Args),
     /// Put load on lock servers and compare them.
     Bench(bench::Args),
     /// Print completions for a shell.
@@ -176,6 +197,12 @@ async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
         Verb::Ping(args) => look::ping(args, settings).await,
         Verb::ForceRelease(args) => admin::force_release(args, settings).await,
         Verb::EndSession(args) => admin::end_session(args, settings).await,
+        Verb::Cluster { verb } => cluster::run(verb, settings),
+        Verb::Drain(args) => cluster::drain(args, settings),
+        Verb::Backup(args) => backup::backup(args, settings),
+        Verb::Restore(args) => backup::restore(&args),
+        Verb::Doctor(args) => doctor::run(args, settings),
+        Verb::DevCluster(args) => dev_cluster::run(args).await,
         Verb::Completions(args) => Ok(manual::completions(&args, Cli::command())),
         Verb::Man(args) => manual::man(&args, Cli::command()),
         Verb::Bench(_) => unreachable!("it runs without a runtime"),

@@ -3,25 +3,35 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dflockd_wire::{Op, Request, Response, Space, Unit, key_is_valid};
+use dflockd_wire::{ErrorCode, Op, Request, Response, Space, Unit, key_is_valid};
 use tokio::sync::Mutex;
 
+use crate::cluster::{Cluster, Membership, Route};
 use crate::error::Error;
 use crate::events::{Signals, Watch};
 use crate::guard::refusal;
 use crate::link::{GiveBack, Link, LinkHandle, OnDisconnect, Start};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
-use crate::stream::{Address, Lines};
+use crate::stream::{Address, Dialer, Greeting, Lines, Transport};
 use crate::values::{Barrier, Counter, Kv, List};
 
 /// Idle plain connections kept per server.
 const POOL_MAX: usize = 8;
+/// A silent connection is asked after so long whether it stands.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+/// The same in a cluster, where there are others to turn to.
+const HEARTBEAT_IN_CLUSTER: Duration = Duration::from_secs(1);
 
 /// How to connect.
 #[derive(Clone)]
 #[must_use = "call `connect`"]
 pub struct ClientBuilder {
     servers: Vec<String>,
+    /// The servers are members of one cluster.
+    cluster: bool,
+    prefer_leader: bool,
+    heartbeat: Option<Duration>,
+    transport: Transport,
     name: String,
     auth: Option<Arc<str>>,
     tls: Option<Arc<rustls::ClientConfig>>,
@@ -36,6 +46,10 @@ impl Default for ClientBuilder {
     fn default() -> Self {
         Self {
             servers: vec!["127.0.0.1:6388".to_owned()],
+            cluster: false,
+            prefer_leader: false,
+            heartbeat: None,
+            transport: Transport::Lines,
             name: format!("rust-{}", std::process::id()),
             auth: None,
             tls: None,
@@ -58,6 +72,34 @@ impl ClientBuilder {
     /// their number, as in every dflockd client.
     pub fn servers(mut self, servers: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.servers = servers.into_iter().map(Into::into).collect();
+        self.cluster = false;
+        self
+    }
+
+    /// One or more members of one cluster. One is enough: it tells of the others. The client has one session, at
+    /// a member chosen at random, and takes it to another one when that member fails.
+    pub fn cluster(mut self, members: impl IntoIterator<Item = impl Into<String>>) -> Self {
+        self.servers = members.into_iter().map(Into::into).collect();
+        self.cluster = true;
+        self
+    }
+
+    /// In a cluster: talk to the leader, wherever it is. Answers come a little sooner, and the leader has more to do.
+    pub fn prefer_leader(mut self, prefer: bool) -> Self {
+        self.prefer_leader = prefer;
+        self
+    }
+
+    /// What is spoken; the line protocol if not set.
+    pub fn transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// How long a connection may be silent before it is asked whether it stands; 5 s if not set, in a cluster 1 s, or
+    /// a tenth of the shortest lease held.
+    pub fn heartbeat(mut self, heartbeat: Duration) -> Self {
+        self.heartbeat = Some(heartbeat);
         self
     }
 
@@ -104,7 +146,7 @@ impl ClientBuilder {
     }
 
     /// Takes over the session of another client, which is cut off: its holds and its places in queues. For one
-    /// server; the session is what [`Client::session`] told.
+    /// server or one cluster; the session is what [`Client::session`] told.
     pub fn attach(mut self, session: impl Into<String>) -> Self {
         self.session = Some(session.into());
         self
@@ -116,13 +158,53 @@ impl ClientBuilder {
     ///
     /// If one can not be reached, refuses the token, or a setting is impossible.
     pub async fn connect(self) -> Result<Client, Error> {
-        let name: Arc<str> = self.name.as_str().into();
-        let addresses = self.servers.iter().map(|server| {
-            let (tls, auth) = (self.tls.clone(), self.auth.clone());
-            Address::tcp(server.clone(), tls, auth, Arc::clone(&name), self.connect_timeout)
-        });
+        let dialer = Dialer {
+            tls: self.tls.clone(),
+            auth: self.auth.clone(),
+            client_name: self.name.as_str().into(),
+            connect_timeout: self.connect_timeout,
+            user_timeout: None,
+            transport: self.transport,
+        };
+        if self.cluster {
+            return self.connect_within(dialer).await;
+        }
+        let addresses = self.servers.iter().map(|server| dialer.address(server.clone()));
         let addresses = addresses.collect();
         self.connect_to(addresses).await
+    }
+
+    async fn connect_within(self, dialer: Dialer) -> Result<Client, Error> {
+        self.check()?;
+        if self.servers.is_empty() {
+            return Err(Error::Invalid("no member given".to_owned()));
+        }
+        let cluster = Cluster::new(dialer, self.servers.clone(), self.prefer_leader);
+        let session = self.session.as_deref();
+        let on_disconnect = session.map_or(self.on_disconnect, |_| OnDisconnect::Keep);
+        let last = if session.is_some() { above_all_numbers() } else { 0 };
+        let joined = cluster.join(on_disconnect, session, last).await?;
+        let heartbeat = self.heartbeat.unwrap_or(HEARTBEAT_IN_CLUSTER);
+        let start = Start { on_disconnect, heartbeat, last: joined.last };
+        let (route, at) = (Route::Cluster(cluster), joined.address.name);
+        let link = Link::start(route.clone(), at, start, joined.lines, &joined.words);
+        Ok(self.client(vec![Server { route, way: Way::Shared(link) }]))
+    }
+
+    fn check(&self) -> Result<(), Error> {
+        let printable = self.name.bytes().all(|byte| byte.is_ascii_graphic());
+        if self.name.is_empty() || self.name.len() > 64 || !printable {
+            return Err(Error::Invalid(format!("not a client name: {:?}", self.name)));
+        }
+        if self.heartbeat.is_some_and(|heartbeat| heartbeat.is_zero()) {
+            return Err(Error::Invalid("a heartbeat is longer than nothing".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn client(&self, servers: Vec<Server>) -> Client {
+        let inner = Inner { servers, lease: self.lease, request_timeout: self.request_timeout };
+        Client { inner: Arc::new(inner) }
     }
 
     #[cfg(feature = "testing")]
@@ -131,30 +213,26 @@ impl ClientBuilder {
     }
 
     pub(crate) async fn connect_to(self, addresses: Vec<Address>) -> Result<Client, Error> {
-        let printable = self.name.bytes().all(|byte| byte.is_ascii_graphic());
-        if self.name.is_empty() || self.name.len() > 64 || !printable {
-            return Err(Error::Invalid(format!("not a client name: {:?}", self.name)));
-        }
+        self.check()?;
         if addresses.is_empty() {
             return Err(Error::Invalid("no server given".to_owned()));
         }
         let mut servers = Vec::new();
+        let heartbeat = self.heartbeat.unwrap_or(HEARTBEAT.min(self.request_timeout));
         if let Some(session) = &self.session {
             let [address] = <[Address; 1]>::try_from(addresses)
                 .map_err(|_| Error::Invalid("a session belongs to one server".to_owned()))?;
-            servers.push(Server::attach(address, session, self.request_timeout).await?);
+            servers.push(Server::attach(address, session, heartbeat).await?);
         } else {
             for address in addresses {
-                let patience = self.request_timeout;
-                servers.push(Server::connect(address, self.on_disconnect, patience).await?);
+                servers.push(Server::connect(address, self.on_disconnect, heartbeat).await?);
             }
         }
-        let inner = Inner { servers, lease: self.lease, request_timeout: self.request_timeout };
-        Ok(Client { inner: Arc::new(inner) })
+        Ok(self.client(servers))
     }
 }
 
-/// A connection to one dflockd server, or to several that share the keys. Cheap to clone.
+/// A connection to one dflockd server, to several that share the keys, or to a cluster. Cheap to clone.
 ///
 /// ```no_run
 /// # async fn example() -> Result<(), dflockd_client::Error> {
@@ -178,9 +256,9 @@ pub(crate) struct Inner {
     pub(crate) request_timeout: Duration,
 }
 
-/// One server, and the best way it can be talked to.
+/// One server or cluster, and the best way it can be talked to.
 pub(crate) struct Server {
-    pub(crate) address: Address,
+    pub(crate) route: Route,
     pub(crate) way: Way,
 }
 
@@ -195,44 +273,51 @@ impl Server {
     async fn connect(
         address: Address,
         on_disconnect: OnDisconnect,
-        patience: Duration,
+        heartbeat: Duration,
     ) -> Result<Self, Error> {
         let mut lines = address.connect().await?;
         let words = Link::words(on_disconnect);
         let timeout = address.connect_timeout;
-        let way = match lines.greet(&address.client_name, &words, timeout).await {
-            Ok(Some(words)) if Link::suits(on_disconnect, &words) => {
-                let start = Start { on_disconnect, patience, last: 0 };
-                Way::Shared(Link::start(address.clone(), start, lines, &words))
+        let greeting = lines.greet(&address.client_name, &words, timeout).await;
+        let (name, route) = (address.name.clone(), Route::One(address.clone()));
+        let way = match greeting {
+            Ok(Greeting::Accepted(words)) if Link::suits(on_disconnect, &words) => {
+                let start = Start { on_disconnect, heartbeat, last: 0 };
+                Way::Shared(Link::start(route.clone(), name, start, lines, &words))
             }
             // It does not know the greeting. Servers of the first generations close after anything they do not
             // know, some after an answer, so this connection is not used again.
-            Ok(_) => Way::Plain(Mutex::new(Vec::new())),
+            Ok(Greeting::Accepted(_) | Greeting::Refused(ErrorCode::Error)) => {
+                Way::Plain(Mutex::new(Vec::new()))
+            }
+            Ok(Greeting::Refused(code)) => return Err(address.unreachable(code.text())),
+            Ok(Greeting::NotLeader(_)) => return Err(Error::Refused(ErrorCode::NotLeader)),
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
                 Way::Plain(Mutex::new(Vec::new()))
             }
             Err(error) => return Err(address.greeting_failed(&error)),
         };
-        Ok(Self { address, way })
+        Ok(Self { route, way })
     }
 
     /// Connects to a session that exists.
-    async fn attach(address: Address, session: &str, patience: Duration) -> Result<Self, Error> {
+    async fn attach(address: Address, session: &str, heartbeat: Duration) -> Result<Self, Error> {
         let mut lines = address.connect().await?;
         let attach = format!("attach={session}");
         let mut words = Link::words(OnDisconnect::Release);
         words.push(&attach);
         let greeted = lines.greet(&address.client_name, &words, address.connect_timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Some(words) if Link::suits(OnDisconnect::Keep, &words) => {
-                // Above all numbers that earlier clients of the session used, or their answers would come back.
-                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                let last = u64::try_from(now.as_micros()).unwrap_or_default();
-                let start = Start { on_disconnect: OnDisconnect::Keep, patience, last };
-                let link = Link::start(address.clone(), start, lines, &words);
-                Ok(Self { address, way: Way::Shared(link) })
+            Greeting::Accepted(words) if Link::suits(OnDisconnect::Keep, &words) => {
+                let last = above_all_numbers();
+                let start = Start { on_disconnect: OnDisconnect::Keep, heartbeat, last };
+                let (name, route) = (address.name.clone(), Route::One(address));
+                let link = Link::start(route.clone(), name, start, lines, &words);
+                Ok(Self { route, way: Way::Shared(link) })
             }
-            _ => Err(Error::Invalid("no such session".to_owned())),
+            Greeting::Accepted(_) | Greeting::Refused(_) | Greeting::NotLeader(_) => {
+                Err(Error::Invalid("no such session".to_owned()))
+            }
         }
     }
 
@@ -253,7 +338,7 @@ impl Server {
                 let pooled = pool.lock().await.pop();
                 let mut lines = match pooled {
                     Some(lines) => lines,
-                    None => self.address.connect().await?,
+                    None => self.route.connect().await?,
                 };
                 // If this future is dropped the connection goes with it, and a late answer as well.
                 match lines.ask(request, timeout).await {
@@ -286,6 +371,32 @@ impl Client {
     /// If it can not be reached.
     pub async fn connect(server: impl Into<String>) -> Result<Self, Error> {
         Self::builder().server(server).connect().await
+    }
+
+    /// Connects to a cluster of which some members are named; one is enough.
+    ///
+    /// ```no_run
+    /// # async fn example() -> Result<(), dflockd_client::Error> {
+    /// let client = dflockd_client::Client::cluster(["10.0.0.1:6388", "10.0.0.2:6388"]).await?;
+    /// let guard = client.lock("jobs/nightly").acquire().await?;
+    /// // Stays valid when a member is killed, the leader included.
+    /// # guard.release().await
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If no member can be reached, or none of the servers is one.
+    pub async fn cluster(
+        members: impl IntoIterator<Item = impl Into<String>>,
+    ) -> Result<Self, Error> {
+        Self::builder().cluster(members).connect().await
+    }
+
+    /// The cluster as this client knows it now; none if it was not given as one.
+    #[must_use]
+    pub fn membership(&self) -> Option<Membership> {
+        self.inner.servers.iter().find_map(|it| it.route.cluster()).map(|it| it.membership())
     }
 
     /// For all that can be chosen.
@@ -551,6 +662,12 @@ impl Client {
     ) -> Result<Vec<u8>, Error> {
         self.server(key).ask(request, wait, self.inner.request_timeout).await
     }
+}
+
+/// A number above all that earlier clients of a session used, or their answers would come back.
+fn above_all_numbers() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_micros()).unwrap_or_default()
 }
 
 /// How to undo a request if nobody waits for it any more.

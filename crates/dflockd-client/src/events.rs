@@ -5,19 +5,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{Push, Request, pattern_is_valid};
+use dflockd_wire::{ErrorCode, Op, Push, Request, Response, Unit, pattern_is_valid};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::client::{Client, check_key};
+use crate::clock::Instant;
+use crate::cluster::Route;
 use crate::error::Error;
 use crate::guard::refusal;
-use crate::stream::{Address, Lines};
+use crate::stream::{Greeting, Lines};
 
 /// Events that may wait for the application.
 const BUFFERED_MAX: usize = 4096;
 /// A silent connection is asked whether it still stands.
 const HEARTBEAT: Duration = Duration::from_secs(15);
+/// The same in a cluster, where it is also asked whether it is in touch with the leader: one that is not hears of
+/// nothing and says nothing.
+const HEARTBEAT_IN_CLUSTER: Duration = Duration::from_secs(5);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
 
@@ -95,17 +100,17 @@ impl Counts {
 }
 
 impl Stream {
-    async fn open(addresses: Vec<Address>, subscription: Subscription) -> Result<Self, Error> {
+    async fn open(routes: Vec<Route>, subscription: Subscription) -> Result<Self, Error> {
         let (sender, events) = mpsc::channel(BUFFERED_MAX);
         let counts = Arc::<Counts>::default();
         let mut stream = Self { events, counts, tasks: Vec::new() };
-        for address in addresses {
-            let (lines, early) = subscribe(&address, &subscription).await?;
+        for route in routes {
+            let (lines, early) = subscribe_first(&route, &subscription).await?;
             stream.counts.pass_on(&sender, early);
             let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
             let subscription = subscription.clone();
             stream.tasks.push(tokio::spawn(async move {
-                forward(address, subscription, lines, &sender, &counts).await;
+                forward(route, subscription, lines, &sender, &counts).await;
             }));
         }
         Ok(stream)
@@ -124,31 +129,64 @@ impl Drop for Stream {
     }
 }
 
-/// Subscribes on a new connection. A push may come before the answer; it is returned, too.
-async fn subscribe(
-    address: &Address,
+/// Subscribes for the first time: in a cluster at another member if one can not.
+async fn subscribe_first(
+    route: &Route,
     subscription: &Subscription,
 ) -> Result<(Lines, Vec<Vec<u8>>), Error> {
-    let mut lines = address.connect().await?;
-    let timeout = address.connect_timeout;
+    let begun = Instant::now();
+    let mut backoff = BACKOFF_MIN;
+    loop {
+        match subscribe(route, subscription).await {
+            Err(error) if route.cluster().is_some() && error.may_retry() => {
+                if begun.elapsed() > route.patience() {
+                    return Err(error);
+                }
+            }
+            settled => return settled,
+        }
+        tokio::time::sleep(backoff.mul_f64(rand::random())).await;
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+}
+
+/// Subscribes on a new connection. A push may come before the answer; it is returned, too.
+async fn subscribe(
+    route: &Route,
+    subscription: &Subscription,
+) -> Result<(Lines, Vec<Vec<u8>>), Error> {
+    let mut lines = route.connect().await?;
+    let timeout = route.patience();
     // For the name in `stats`; a server that does not know it answers `error` and goes on.
-    let greeted = lines.greet(&address.client_name, &[], timeout).await;
-    if let Err(error) = greeted {
-        if error.kind() == std::io::ErrorKind::PermissionDenied {
+    match lines.greet(&route.client_name(), &[], timeout).await {
+        Ok(Greeting::NotLeader(leader)) => {
+            if let Some(cluster) = route.cluster() {
+                cluster.handle_redirect(leader.as_deref());
+            }
+            return Err(Error::Refused(ErrorCode::NotLeader));
+        }
+        Ok(Greeting::Accepted(_) | Greeting::Refused(_)) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
             return Err(Error::Auth);
         }
         // The first generations hang up on what they do not know.
-        lines = address.connect().await?;
+        Err(_) => lines = route.connect().await?,
     }
     let request = subscription.request();
     let mut early = Vec::new();
     let mut answer = lines.ask(&request, timeout).await;
     loop {
-        let line = answer.map_err(|error| address.unreachable(error))?;
+        let line = answer.map_err(|error| route.unreachable(error))?;
         if line == b"ok" {
             return Ok((lines, early));
         }
         if Push::parse(&line).is_none() {
+            if let Some(cluster) = route.cluster()
+                && let Some(Response::NotLeader(leader)) =
+                    Response::parse(Op::Ping, &line, Unit::Seconds)
+            {
+                cluster.handle_redirect(leader);
+            }
             return Err(refusal(request.op().name(), &line));
         }
         early.push(line);
@@ -159,7 +197,7 @@ async fn subscribe(
 
 /// Passes pushes on, and subscribes again when the connection breaks.
 async fn forward(
-    address: Address,
+    route: Route,
     subscription: Subscription,
     lines: Lines,
     sender: &mpsc::Sender<Vec<u8>>,
@@ -170,31 +208,38 @@ async fn forward(
     loop {
         if let Some(lines) = lines.take() {
             backoff = BACKOFF_MIN;
-            pump(lines, sender, counts).await;
+            pump(&route, lines, sender, counts).await;
             counts.interruptions.fetch_add(1, Ordering::Relaxed);
         }
         if sender.is_closed() {
             return;
         }
-        tokio::time::sleep(backoff).await;
+        tokio::time::sleep(backoff.mul_f64(rand::random())).await;
         backoff = (backoff * 2).min(BACKOFF_MAX);
-        if let Ok((again, early)) = subscribe(&address, &subscription).await {
+        if let Ok((again, early)) = subscribe(&route, &subscription).await {
             counts.pass_on(sender, early);
             lines = Some(again);
         }
     }
 }
 
-async fn pump(mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts) {
+async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts) {
+    let (question, heartbeat) = match route {
+        Route::One(_) => (Request::Ping, HEARTBEAT),
+        Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
+    };
     let mut ping = Vec::new();
-    Request::Ping.print(dflockd_wire::Unit::Seconds, &mut ping);
+    question.print(Unit::Seconds, &mut ping);
     let mut answered = true;
     loop {
-        match tokio::time::timeout(HEARTBEAT, lines.reader.next()).await {
+        match tokio::time::timeout(heartbeat, lines.reader.next()).await {
             Ok(Ok(line)) => {
                 answered = true;
                 if Push::parse(&line).is_some() {
                     counts.pass_on(sender, vec![line]);
+                } else if route.cluster().is_some() && line.starts_with(b"error") {
+                    // Out of touch, going, or no longer the leader.
+                    return;
                 }
             }
             Ok(Err(_)) => return,
@@ -292,9 +337,9 @@ pub struct Leaders {
 
 impl Leaders {
     pub(crate) async fn new(client: &Client, key: &[u8]) -> Result<Self, Error> {
-        let address = client.server(key).address.clone();
+        let route = client.server(key).route.clone();
         let subscription = Subscription::Leaders { key: key.to_vec() };
-        Ok(Self { stream: Stream::open(vec![address], subscription).await? })
+        Ok(Self { stream: Stream::open(vec![route], subscription).await? })
     }
 
     /// The next event; waits for it.
@@ -315,8 +360,8 @@ impl Leaders {
 
 stream!(Leaders);
 
-fn all(client: &Client) -> Vec<Address> {
-    client.servers().iter().map(|server| server.address.clone()).collect()
+fn all(client: &Client) -> Vec<Route> {
+    client.servers().iter().map(|server| server.route.clone()).collect()
 }
 
 fn check_pattern(pattern: &str) -> Result<(), Error> {

@@ -68,6 +68,8 @@ pub(crate) struct Hold {
     timeout: Duration,
     valid_until: Mutex<Instant>,
     lost: watch::Sender<Option<Lost>>,
+    /// It is to be renewed before its time.
+    hurry: Arc<Notify>,
 }
 
 /// What is known of a fresh grant.
@@ -94,6 +96,7 @@ impl Hold {
             timeout,
             valid_until: Mutex::new(sent_at + validity(lease)),
             lost: watch::Sender::new(None),
+            hurry: Arc::default(),
         });
         if let Channel::Shared(link) = &hold.channel {
             link.watch_hold(&hold);
@@ -103,6 +106,15 @@ impl Hold {
 
     pub(crate) fn fence(&self) -> u64 {
         self.token.fence()
+    }
+
+    pub(crate) fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// Asks whoever renews it to do so now.
+    pub(crate) fn renew_soon(&self) {
+        self.hurry.notify_one();
     }
 
     /// Notes that the lock is gone; the first reason counts.
@@ -136,8 +148,7 @@ impl Hold {
                 *valid_until = (*valid_until).max(sent_at + validity(self.lease));
                 Ok(())
             }
-            Some(Response::Error(code)) => Err(Error::Refused(code)),
-            _ => Err(unexpected("renew", &line)),
+            _ => Err(refusal("renew", &line)),
         }
     }
 
@@ -171,8 +182,7 @@ impl Hold {
         self.forget();
         match Response::parse(request.op(), &line, self.unit()) {
             Some(Response::Ok) => Ok(()),
-            Some(Response::Error(code)) => Err(Error::Refused(code)),
-            _ => Err(unexpected("release", &line)),
+            _ => Err(refusal("release", &line)),
         }
     }
 
@@ -213,7 +223,8 @@ async fn broken(hold: &Weak<Hold>) {
 
 /// Renews a hold until it is lost or dropped.
 pub(crate) async fn keep_renewed(hold: Weak<Hold>) {
-    let Some(mut lost) = hold.upgrade().map(|hold| hold.lost.subscribe()) else { return };
+    let watched = hold.upgrade().map(|hold| (hold.lost.subscribe(), Arc::clone(&hold.hurry)));
+    let Some((mut lost, hurry)) = watched else { return };
     loop {
         let Some(pause) = hold.upgrade().map(|hold| hold.lease / 3) else { return };
         tokio::select! {
@@ -224,6 +235,7 @@ pub(crate) async fn keep_renewed(hold: Weak<Hold>) {
                 }
                 return;
             }
+            () = hurry.notified() => {}
             () = tokio::time::sleep(pause) => {}
         }
         // Tries as long as the lock could still be ours.

@@ -2,7 +2,8 @@
 //!
 //! One multiplexed connection per server carries everything; it is attached again when it breaks, and requests
 //! whose answers were lost are repeated exactly once. Servers of older generations are talked to with one
-//! connection per held or waiting lock.
+//! connection per held or waiting lock. In a cluster ([`Client::cluster`]) the session goes to another member when
+//! its own fails: locks and places in queues are kept.
 //!
 //! A held lock is a [`Guard`]: it knows its fence and until when it is valid, renews itself, and tells when it
 //! is lost. What a lock can not do is stop a process that was paused between checking and writing: see
@@ -29,9 +30,12 @@
 
 mod client;
 mod clock;
+mod cluster;
 mod error;
 mod events;
 pub mod fencing;
+#[cfg(feature = "grpc")]
+mod grpc;
 mod guard;
 mod link;
 mod locks;
@@ -42,10 +46,12 @@ mod values;
 
 pub use client::{Client, ClientBuilder, shard};
 pub use clock::Instant;
+pub use cluster::{Member, Membership};
 pub use dflockd_wire::ErrorCode;
 pub use error::{Error, Lost};
 pub use events::{Change, LeaderEvent, Leaders, Signal, Signals, Watch};
 pub use guard::Guard;
 pub use link::OnDisconnect;
 pub use locks::{Election, Lock, ReadLock, RwLock, Semaphore, Ticket, WriteLock};
+pub use stream::Transport;
 pub use values::{Barrier, Counter, Kv, List};

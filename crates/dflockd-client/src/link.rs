@@ -1,27 +1,31 @@
-//! One multiplexed connection to one server, kept alive over disconnects.
+//! One multiplexed connection to one server, or to one member of a cluster at a time, kept alive over disconnects.
 //!
 //! Requests are numbered. While the session is kept, a request whose answer was lost is sent again with its
-//! number after the session is attached to a new connection, and the server answers it exactly once.
+//! number after the session is attached to a new connection, and the server answers it exactly once. In a
+//! cluster the session is everybody's: the new connection may go to any member.
+//!
+//! Here are the requests and what becomes of them; `serve.rs` carries them over one connection after the other.
+
+mod serve;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{End, Push, Request, Space, TokenText, Unit, print_number, split_number};
+use dflockd_wire::{
+    End, ErrorCode, Op, Push, Request, Response, Space, TokenText, Unit, print_number, split_number,
+};
 use parking_lot::Mutex;
-use tokio::io::AsyncWriteExt;
 use tokio::sync::{Notify, oneshot};
 
 use crate::clock::Instant;
+use crate::cluster::Route;
 use crate::error::{Error, Lost};
 use crate::guard::Hold;
-use crate::stream::{Address, Lines};
+use crate::stream::Lines;
 
-const BACKOFF_MIN: Duration = Duration::from_millis(20);
-const BACKOFF_MAX: Duration = Duration::from_secs(2);
-const HEARTBEAT_MAX: Duration = Duration::from_secs(5);
-/// How long a closed link waits for grants that are under way, to give them back.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// A member that answers later than this does so because it gave up: its own limit is 5 s.
+const GIVEN_UP_AFTER: Duration = Duration::from_secs(4);
 /// Answers after which the server is told that it need not keep them.
 const ACKNOWLEDGE_EVERY: u64 = 64;
 /// What a server accepts.
@@ -40,8 +44,8 @@ pub enum OnDisconnect {
 /// How a link begins.
 pub(crate) struct Start {
     pub(crate) on_disconnect: OnDisconnect,
-    /// How long an answer may take.
-    pub(crate) patience: Duration,
+    /// A connection that is silent for so long is asked whether it stands, and given up if it does not answer.
+    pub(crate) heartbeat: Duration,
     /// Numbers of requests begin after this one.
     pub(crate) last: u64,
 }
@@ -65,9 +69,8 @@ impl Drop for LinkHandle {
 
 /// A connection that many requests share.
 pub(crate) struct Link {
-    address: Address,
+    route: Route,
     on_disconnect: OnDisconnect,
-    /// A connection that is silent for so long is asked whether it stands, and given up if it does not answer.
     heartbeat: Duration,
     state: Mutex<State>,
     /// There is something to send, or the link is closed.
@@ -92,14 +95,128 @@ struct State {
     closed: bool,
     /// Why the server can not be reached at the moment.
     trouble: Option<Error>,
+    /// What is known of the member of a cluster at the other end.
+    member: Contact,
+    /// The shortest lease since there were no holds.
+    lease_min: Option<Duration>,
+}
+
+/// A link's dealings with a member of a cluster.
+#[derive(Default)]
+struct Contact {
+    /// Where it is.
+    address: String,
+    /// When an answer last proved that it is in touch with the leader.
+    touched_at: Option<Instant>,
+    /// When it was last asked for such a proof that has not come.
+    probed_at: Option<Instant>,
+    /// Why it is to be left.
+    leave: Option<&'static str>,
+    /// Attempts to attach whose outcome was never heard. Each may still be executed, and take the session away
+    /// from the member where it is by then.
+    ghosts: u32,
 }
 
 struct Pending {
     bytes: Vec<u8>,
-    sent: bool,
+    kind: Kind,
+    /// When it went out last; none if it never did, or was certainly not executed.
+    sent_at: Option<Instant>,
     /// None if nobody waits for it.
     answer: Option<oneshot::Sender<Result<Answer, Error>>>,
     give_back: Option<GiveBack>,
+}
+
+/// What kind of request it is, and what its answer tells of a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Answered by the member itself.
+    Local,
+    /// Who belongs to the cluster; likewise.
+    Members,
+    /// Whether the member is in touch with the leader.
+    Probe,
+    /// May be repeated at will.
+    Read,
+    /// Executed once by the whole cluster.
+    Write,
+}
+
+impl Kind {
+    fn of(request: &Request<'_>) -> Self {
+        match request {
+            Request::Auth { .. }
+            | Request::Ping
+            | Request::Stats
+            | Request::StableRef { .. }
+            | Request::Hello { .. }
+            | Request::Cancel { .. }
+            | Request::Ack { .. } => Self::Local,
+            Request::CounterGet { .. }
+            | Request::KvGet { .. }
+            | Request::Length { .. }
+            | Request::Range { .. }
+            | Request::Inspect { .. }
+            | Request::Ls { .. } => Self::Read,
+            Request::Barrier
+            | Request::Acquire { .. }
+            | Request::Release { .. }
+            | Request::Renew { .. }
+            | Request::Enqueue { .. }
+            | Request::Wait { .. }
+            | Request::Observe { .. }
+            | Request::Unobserve { .. }
+            | Request::Add { .. }
+            | Request::CounterSet { .. }
+            | Request::KvSet { .. }
+            | Request::KvDelete { .. }
+            | Request::KvCompareAndSet { .. }
+            | Request::Push { .. }
+            | Request::Pop { .. }
+            | Request::BlockingPop { .. }
+            | Request::BarrierWait { .. }
+            | Request::Listen { .. }
+            | Request::Unlisten { .. }
+            | Request::Signal { .. }
+            | Request::Watch { .. }
+            | Request::Unwatch { .. }
+            | Request::ForceRelease { .. }
+            | Request::EndSession { .. }
+            | Request::Cluster { .. } => Self::Write,
+        }
+    }
+}
+
+/// Why a request is to be repeated at another member.
+#[derive(Debug, PartialEq, Eq)]
+enum Elsewhere<'a> {
+    /// It was not executed; only the leader takes requests.
+    NotLeader(Option<&'a str>),
+    /// It was not executed; the member goes.
+    Draining,
+    /// The member could not learn what became of it. Repeated under its number it is executed once.
+    GivenUp,
+}
+
+impl Pending {
+    /// Whether this answer of a member settles nothing.
+    fn elsewhere<'a>(&self, line: &'a [u8], kept: bool) -> Option<Elsewhere<'a>> {
+        if !line.starts_with(b"error") {
+            return None;
+        }
+        let late = self.sent_at.is_some_and(|sent_at| sent_at.elapsed() > GIVEN_UP_AFTER);
+        match Response::parse(Op::Ping, line, Unit::Millis) {
+            Some(Response::NotLeader(leader)) => Some(Elsewhere::NotLeader(leader)),
+            Some(Response::Error(ErrorCode::Draining)) => Some(Elsewhere::Draining),
+            // At once means that the result is forgotten: no other member knows better.
+            Some(Response::Error(ErrorCode::Unknown)) if kept && late => Some(Elsewhere::GivenUp),
+            Some(Response::Error(ErrorCode::Error)) if late => match self.kind {
+                Kind::Read | Kind::Probe => Some(Elsewhere::GivenUp),
+                Kind::Local | Kind::Members | Kind::Write => None,
+            },
+            _ => None,
+        }
+    }
 }
 
 /// How to undo a request that blocks when nobody waits for it any more.
@@ -184,24 +301,28 @@ impl Drop for Call {
 }
 
 impl Link {
-    /// A link over a connection that has been greeted.
+    /// A link over a connection that has been greeted. `address` is where it goes.
     pub(crate) fn start(
-        address: Address,
+        route: Route,
+        address: String,
         start: Start,
         lines: Lines,
         words: &[String],
     ) -> Arc<LinkHandle> {
-        let Start { on_disconnect, patience, last } = start;
-        let state = State { session: session_of(words), last, ..State::default() };
+        let Start { on_disconnect, heartbeat, last } = start;
+        let is_better_elsewhere = route.cluster().is_some_and(|it| it.is_better_elsewhere());
+        let leave = is_better_elsewhere.then_some("the leader is elsewhere");
+        let member = Contact { address, leave, ..Contact::default() };
+        let state = State { session: session_of(words), last, member, ..State::default() };
         let link = Arc::new(Self {
-            address,
+            route,
             on_disconnect,
-            heartbeat: patience.min(HEARTBEAT_MAX),
+            heartbeat,
             state: Mutex::new(state),
             wake: Notify::new(),
             closing: Notify::new(),
         });
-        tokio::spawn(run(Arc::clone(&link), lines));
+        tokio::spawn(serve::run(Arc::clone(&link), lines));
         Arc::new(LinkHandle(link))
     }
 
@@ -270,6 +391,8 @@ impl Link {
             drop(state);
             return hold.lose(reason);
         }
+        let shortest = if state.holds.is_empty() { None } else { state.lease_min };
+        state.lease_min = Some(shortest.map_or(hold.lease(), |lease| lease.min(hold.lease())));
         state.holds.insert(hold.fence(), Arc::downgrade(hold));
     }
 
@@ -293,11 +416,11 @@ impl Link {
     /// What to say of a request that was not answered in time.
     fn late(&self, number: u64) -> Error {
         let state = self.state.lock();
-        let sent = state.pending.get(&number).is_none_or(|pending| pending.sent);
+        let sent = state.pending.get(&number).is_none_or(|pending| pending.sent_at.is_some());
         match &state.trouble {
             Some(trouble) if !sent => trouble.clone(),
             _ if sent => Error::Unknown { reason: "no answer in time".to_owned() },
-            _ => self.address.unreachable("no connection in time"),
+            _ => self.route.unreachable("no connection in time"),
         }
     }
 
@@ -305,7 +428,7 @@ impl Link {
     fn withdraw(&self, number: u64) {
         let mut state = self.state.lock();
         let Some(pending) = state.pending.get_mut(&number) else { return };
-        if !pending.sent {
+        if pending.sent_at.is_none() {
             state.pending.remove(&number);
             return;
         }
@@ -344,7 +467,23 @@ impl Link {
 
     fn handle_answer(self: &Arc<Self>, number: u64, line: Vec<u8>) {
         let mut state = self.state.lock();
+        if self.route.cluster().is_some() && self.is_for_another(&mut state, number, &line) {
+            return;
+        }
         let Some(pending) = state.pending.remove(&number) else { return };
+        match pending.kind {
+            Kind::Local => {}
+            Kind::Members => {
+                drop(state);
+                return self.handle_members(&line);
+            }
+            Kind::Probe => {
+                state.member.probed_at = None;
+                state.member.touched_at = Some(Instant::now());
+                return;
+            }
+            Kind::Read | Kind::Write => state.member.touched_at = Some(Instant::now()),
+        }
         if matches!(pending.give_back, Some(GiveBack::Lock { .. }))
             && let Some(token) = granted_token(&line)
         {
@@ -369,13 +508,52 @@ impl Link {
         }
     }
 
+    /// Leaves a member that can not answer a request, which stays to be asked elsewhere. False: the answer counts.
+    fn is_for_another(&self, state: &mut State, number: u64, line: &[u8]) -> bool {
+        let kept = self.on_disconnect == OnDisconnect::Keep;
+        let Some(pending) = state.pending.get_mut(&number) else { return false };
+        let Some(why) = pending.elsewhere(line, kept) else { return false };
+        match why {
+            Elsewhere::NotLeader(_) | Elsewhere::Draining => pending.sent_at = None,
+            Elsewhere::GivenUp => {}
+        }
+        let is_wanted = match pending.kind {
+            Kind::Local | Kind::Members | Kind::Probe => false,
+            Kind::Read => pending.answer.is_some(),
+            Kind::Write => true,
+        };
+        if !is_wanted {
+            state.pending.remove(&number);
+        }
+        let reason = match why {
+            Elsewhere::NotLeader(_) => "the member does not lead",
+            Elsewhere::Draining => "the member is shutting down",
+            Elsewhere::GivenUp => "the member is out of touch",
+        };
+        if let (Elsewhere::NotLeader(leader), Some(cluster)) = (why, self.route.cluster()) {
+            cluster.handle_redirect(leader);
+        }
+        state.member.leave.get_or_insert(reason);
+        true
+    }
+
+    /// What a member tells of the cluster.
+    fn handle_members(&self, line: &[u8]) {
+        let Some(cluster) = self.route.cluster() else { return };
+        let address = self.state.lock().member.address.clone();
+        cluster.learn(&address, line, true);
+        if cluster.is_better_elsewhere() {
+            self.state.lock().member.leave.get_or_insert("the leader is elsewhere");
+        }
+    }
+
     /// Takes what is to be sent now.
     fn take_unsent(&self) -> Vec<u8> {
         let mut state = self.state.lock();
         let mut bytes = Vec::new();
         for number in std::mem::take(&mut state.unsent) {
             if let Some(pending) = state.pending.get_mut(&number) {
-                pending.sent = true;
+                pending.sent_at = Some(Instant::now());
                 bytes.extend_from_slice(&pending.bytes);
             }
         }
@@ -383,17 +561,41 @@ impl Link {
     }
 
     /// A connection stands: everything that is not answered goes out, again or for the first time.
-    fn handle_connected(&self, session: Option<String>) {
+    fn handle_connected(&self, session: Option<String>, address: &str) {
         let mut state = self.state.lock();
         state.trouble = None;
+        let is_kept = session.is_some() && session == state.session;
         state.session = session;
+        let ghosts = state.member.ghosts;
+        state.member = Contact { address: address.to_owned(), ghosts, ..Contact::default() };
+        let outdated = |pending: &mut Pending| matches!(pending.kind, Kind::Members | Kind::Probe);
+        state.pending.retain(|_, pending| !outdated(pending));
         state.unsent = state.pending.keys().copied().collect();
+        let holds = state.holds.values().filter_map(Weak::upgrade);
+        let holds: Vec<_> = if is_kept { holds.collect() } else { Vec::new() };
+        drop(state);
+        if let Some(cluster) = self.route.cluster() {
+            cluster.handle_attached(address);
+        }
+        // If one was lost meanwhile, nobody could tell.
+        for hold in holds {
+            hold.renew_soon();
+        }
     }
 
     /// The connection is gone, and with it, unless the session is kept, all that it owned.
     fn handle_disconnected(&self, reason: &str) {
-        if std::mem::take(&mut self.state.lock().detached) {
-            self.handle_session_lost(Lost::Session, "the session was taken over");
+        let mut state = self.state.lock();
+        let detached = std::mem::take(&mut state.detached);
+        let by_another = detached && !(self.route.cluster().is_some() && state.is_own_doing());
+        let address = state.member.address.clone();
+        drop(state);
+        if let Some(cluster) = self.route.cluster() {
+            cluster.handle_failure(&address);
+            cluster.handle_detached();
+        }
+        if by_another {
+            self.handle_session_lost(Lost::Session, "the session was taken over or has ended");
         } else if self.on_disconnect == OnDisconnect::Release {
             self.handle_session_lost(Lost::Disconnected, reason);
         }
@@ -404,10 +606,15 @@ impl Link {
         let (holds, failed) = {
             let mut state = self.state.lock();
             state.session = None;
+            state.member.ghosts = 0;
             state.fresh.values_mut().for_each(|fresh| *fresh = fresh.or(Some(lost)));
             let holds = std::mem::take(&mut state.holds);
-            let sent: Vec<u64> =
-                state.pending.iter().filter(|(_, it)| it.sent).map(|(&number, _)| number).collect();
+            let sent: Vec<u64> = state
+                .pending
+                .iter()
+                .filter(|(_, it)| it.sent_at.is_some())
+                .map(|(&at, _)| at)
+                .collect();
             let failed: Vec<Pending> =
                 sent.iter().filter_map(|number| state.pending.remove(number)).collect();
             (holds, failed)
@@ -436,33 +643,6 @@ impl Link {
             let _ = answer.send(Err(error.clone()));
         }
     }
-
-    /// Connects again, to the same session if there is one.
-    async fn reconnect(&self) -> Result<Lines, Error> {
-        let mut lines = self.address.connect().await?;
-        let session = self.state.lock().session.clone();
-        let timeout = self.address.connect_timeout;
-        let name = Arc::clone(&self.address.client_name);
-        if let Some(session) = session {
-            let attach = format!("attach={session}");
-            let words = [&["mux", "ms", "fence", "lost", "lease-status"][..], &[&attach]].concat();
-            let greeted = lines.greet(&name, &words, timeout).await;
-            if greeted.map_err(|error| self.address.greeting_failed(&error))?.is_some() {
-                self.handle_connected(Some(session));
-                return Ok(lines);
-            }
-            self.handle_session_lost(Lost::Session, "the session has ended");
-        }
-        let words = Self::words(self.on_disconnect);
-        let greeted = lines.greet(&name, &words, timeout).await;
-        match greeted.map_err(|error| self.address.greeting_failed(&error))? {
-            Some(words) if Self::suits(self.on_disconnect, &words) => {
-                self.handle_connected(session_of(&words));
-                Ok(lines)
-            }
-            _ => Err(self.address.unreachable("the server no longer speaks the same protocol")),
-        }
-    }
 }
 
 impl State {
@@ -472,15 +652,37 @@ impl State {
         answer: Option<oneshot::Sender<Result<Answer, Error>>>,
         give_back: Option<GiveBack>,
     ) -> u64 {
+        self.push_as(Kind::of(request), request, answer, give_back)
+    }
+
+    fn push_as(
+        &mut self,
+        kind: Kind,
+        request: &Request<'_>,
+        answer: Option<oneshot::Sender<Result<Answer, Error>>>,
+        give_back: Option<GiveBack>,
+    ) -> u64 {
         self.last += 1;
         let number = self.last;
         let mut bytes = Vec::new();
         print_number(number, &mut bytes);
         request.print(Unit::Millis, &mut bytes);
-        let pending = Pending { bytes, sent: false, answer, give_back };
+        let pending = Pending { bytes, kind, sent_at: None, answer, give_back };
         self.pending.insert(number, pending);
         self.unsent.push(number);
         number
+    }
+
+    /// Whether nobody else need have taken the session: an attempt of our own came late, or the others have given
+    /// this member up.
+    fn is_own_doing(&mut self) -> bool {
+        if self.member.ghosts > 0 {
+            self.member.ghosts -= 1;
+            return true;
+        }
+        let for_long = |at: Option<Instant>, limit| at.is_some_and(|at| at.elapsed() > limit);
+        for_long(self.member.probed_at, serve::PROBE_SLOW)
+            || for_long(self.member.touched_at, serve::OUT_OF_TOUCH)
     }
 }
 
@@ -490,79 +692,4 @@ fn session_of(words: &[String]) -> Option<String> {
         secret.map(str::to_owned)
     };
     words.iter().find_map(secret)
-}
-
-/// Serves a link until it is closed.
-async fn run(link: Arc<Link>, lines: Lines) {
-    let mut lines = Some(lines);
-    let mut backoff = BACKOFF_MIN;
-    while !link.is_closed() {
-        let connected = match lines.take() {
-            Some(lines) => Ok(lines),
-            None => link.reconnect().await,
-        };
-        match connected {
-            Ok(lines) => {
-                backoff = BACKOFF_MIN;
-                let reason = serve(&link, lines).await;
-                link.handle_disconnected(&reason);
-            }
-            Err(error) => {
-                if error == Error::Auth {
-                    link.fail_all(&error);
-                }
-                link.state.lock().trouble = Some(error);
-            }
-        }
-        // Spread, so that a thousand clients of a restarted server do not come back at once.
-        let pause = backoff.mul_f64(rand::random_range(0.5..1.0));
-        let _ = tokio::time::timeout(pause, link.closing.notified()).await;
-        backoff = (backoff * 2).min(BACKOFF_MAX);
-    }
-    link.fail_all(&Error::Closed);
-}
-
-/// Carries lines both ways until the connection breaks; says why it did.
-async fn serve(link: &Arc<Link>, lines: Lines) -> String {
-    let Lines { mut reader, mut writer } = lines;
-    let mut silent_for = 0;
-    let mut closed_at = None;
-    loop {
-        let bytes = link.take_unsent();
-        if !bytes.is_empty() {
-            let written = async {
-                writer.write_all(&bytes).await?;
-                writer.flush().await
-            };
-            if let Err(error) = written.await {
-                return error.to_string();
-            }
-            continue;
-        }
-        if link.is_closed() {
-            let closed_at = *closed_at.get_or_insert_with(Instant::now);
-            if !link.owes_something() || closed_at.elapsed() > FAREWELL {
-                let _ = writer.shutdown().await;
-                return "closed".to_owned();
-            }
-        }
-        let pause = if closed_at.is_some() { FAREWELL } else { link.heartbeat };
-        tokio::select! {
-            line = reader.next() => match line {
-                Ok(line) => {
-                    silent_for = 0;
-                    link.handle_line(&line);
-                }
-                Err(error) => return error.to_string(),
-            },
-            () = link.wake.notified() => {}
-            () = tokio::time::sleep(pause) => {
-                silent_for += 1;
-                if silent_for > 1 {
-                    return "the server is silent".to_owned();
-                }
-                link.tell(&Request::Ping);
-            }
-        }
-    }
 }

@@ -66,7 +66,7 @@ impl Ask {
                 self.finish(request.op(), &line, sent_at, channel).await
             }
             Way::Plain(_) => {
-                let mut lines = self.server().address.connect().await?;
+                let mut lines = self.server().route.connect().await?;
                 let line = ask_own(&mut lines, &request, timeout.saturating_add(wait)).await?;
                 let channel = Channel::Own(Own::new(lines));
                 self.finish(request.op(), &line, sent_at, channel).await
@@ -143,7 +143,7 @@ impl Ask {
                 (call.wait(timeout).await?.claim(), Channel::Shared(Arc::clone(link)))
             }
             Way::Plain(_) => {
-                let mut lines = self.server().address.connect().await?;
+                let mut lines = self.server().route.connect().await?;
                 let line = ask_own(&mut lines, &request, timeout).await?;
                 (line, Channel::Own(Own::new(lines)))
             }

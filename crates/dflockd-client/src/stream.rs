@@ -22,10 +22,96 @@ const LINE_BYTES_MAX: usize = 256 * 1024 * 1024;
 pub(crate) trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Bytes for T {}
 
-type BoxBytes = Box<dyn Bytes>;
+pub(crate) type BoxBytes = Box<dyn Bytes>;
 pub(crate) type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
+/// How to talk to servers, wherever they are.
+#[derive(Clone)]
+pub(crate) struct Dialer {
+    pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
+    pub(crate) auth: Option<Arc<str>>,
+    pub(crate) client_name: Arc<str>,
+    pub(crate) connect_timeout: Duration,
+    /// How long sent bytes may be without an acknowledgement of the other machine.
+    pub(crate) user_timeout: Option<Duration>,
+    pub(crate) transport: Transport,
+}
+
+/// What is spoken to servers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transport {
+    /// The line protocol. The default.
+    #[default]
+    Lines,
+    /// gRPC. The addresses of servers are those of their gRPC ports.
+    #[cfg(feature = "grpc")]
+    Grpc,
+}
+
+impl Dialer {
+    /// A server behind a socket, `host:port`.
+    pub(crate) fn address(&self, name: String) -> Address {
+        let (target, dialer) = (name.clone(), self.clone());
+        let dial = move || -> BoxFuture<io::Result<BoxBytes>> {
+            let (target, dialer) = (target.clone(), dialer.clone());
+            Box::pin(async move {
+                match dialer.transport {
+                    Transport::Lines => dialer.open(&target).await,
+                    #[cfg(feature = "grpc")]
+                    Transport::Grpc => {
+                        crate::grpc::converse(dialer.open(&target).await?, &target).await
+                    }
+                }
+            })
+        };
+        let (auth, client_name) = (self.auth.clone(), Arc::clone(&self.client_name));
+        Address::custom(name, dial, auth, client_name, self.connect_timeout)
+    }
+
+    /// A socket, with TLS if that is wanted.
+    async fn open(&self, target: &str) -> io::Result<BoxBytes> {
+        let stream = TcpStream::connect(target).await?;
+        stream.set_nodelay(true)?;
+        if let Some(limit) = self.user_timeout {
+            set_user_timeout(&stream, limit);
+        }
+        let Some(tls) = self.tls() else { return Ok(Box::new(stream)) };
+        let host = target.rsplit_once(':').map_or(target, |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let host = ServerName::try_from(host).map_err(io::Error::other)?;
+        let stream = TlsConnector::from(tls).connect(host, stream).await?;
+        Ok(Box::new(stream))
+    }
+
+    fn tls(&self) -> Option<Arc<rustls::ClientConfig>> {
+        let config = self.tls.clone()?;
+        match self.transport {
+            Transport::Lines => Some(config),
+            #[cfg(feature = "grpc")]
+            Transport::Grpc => {
+                let mut config = rustls::ClientConfig::clone(&config);
+                config.alpn_protocols = vec![b"h2".to_vec()];
+                Some(Arc::new(config))
+            }
+        }
+    }
+}
+
+/// Without it the heartbeat notices, a little later.
+#[cfg(target_os = "linux")]
+fn set_user_timeout(stream: &TcpStream, limit: Duration) {
+    let millis = u32::try_from(limit.as_millis()).unwrap_or(u32::MAX);
+    let _ = rustix::net::sockopt::set_tcp_user_timeout(stream, millis);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn set_user_timeout(_stream: &TcpStream, _limit: Duration) {}
+
 /// Where a server is and how to talk to it.
+///
+/// This is where transports differ: `dial` may give any pair of byte streams. What speaks no lines, such as gRPC, is
+/// dialed by giving one end of a pipe away and translating at the other.
 #[derive(Clone)]
 pub(crate) struct Address {
     /// As the user wrote it, for messages.
@@ -37,37 +123,7 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// A server behind a socket.
-    pub(crate) fn tcp(
-        name: String,
-        tls: Option<Arc<rustls::ClientConfig>>,
-        auth: Option<Arc<str>>,
-        client_name: Arc<str>,
-        connect_timeout: Duration,
-    ) -> Self {
-        let target = name.clone();
-        Self::custom(
-            name,
-            move || {
-                let (target, tls) = (target.clone(), tls.clone());
-                Box::pin(async move {
-                    let stream = TcpStream::connect(&target).await?;
-                    stream.set_nodelay(true)?;
-                    let Some(tls) = tls else { return Ok(Box::new(stream) as BoxBytes) };
-                    let host = target.rsplit_once(':').map_or(target.as_str(), |(host, _)| host);
-                    let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-                    let host = ServerName::try_from(host).map_err(io::Error::other)?;
-                    let stream = TlsConnector::from(tls).connect(host, stream).await?;
-                    Ok(Box::new(stream) as BoxBytes)
-                })
-            },
-            auth,
-            client_name,
-            connect_timeout,
-        )
-    }
-
-    /// A server reached in some other way.
+    /// A server reached by `dial`.
     pub(crate) fn custom(
         name: String,
         dial: impl Fn() -> BoxFuture<io::Result<BoxBytes>> + Send + Sync + 'static,
@@ -176,13 +232,13 @@ impl Lines {
         self.writer.flush().await
     }
 
-    /// Offers feature words and returns the accepted ones; none if the server does not know them.
+    /// Offers feature words.
     pub(crate) async fn greet(
         &mut self,
         name: &str,
         words: &[&str],
         timeout: Duration,
-    ) -> io::Result<Option<Vec<String>>> {
+    ) -> io::Result<Greeting> {
         let request = Request::Hello { name, words: words.to_vec() };
         let answer = self.ask(&request, timeout).await?;
         let accepted = match Response::parse(Op::Hello, &answer, Unit::Seconds) {
@@ -191,10 +247,22 @@ impl Lines {
             Some(Response::Error(ErrorCode::Auth)) => {
                 return Err(io::ErrorKind::PermissionDenied.into());
             }
-            // What servers say that do not know the command.
-            Some(Response::Error(ErrorCode::Error)) => return Ok(None),
-            _ => return Err(io::Error::other(String::from_utf8_lossy(&answer).into_owned())),
+            Some(Response::Error(code)) => return Ok(Greeting::Refused(code)),
+            Some(Response::NotLeader(leader)) => {
+                return Ok(Greeting::NotLeader(leader.map(str::to_owned)));
+            }
+            _ => return Err(io::Error::other("the answer to the greeting is not understood")),
         };
-        Ok(Some(accepted.split(' ').map(str::to_owned).collect()))
+        Ok(Greeting::Accepted(accepted.split(' ').map(str::to_owned).collect()))
     }
+}
+
+/// What a server says to a greeting.
+pub(crate) enum Greeting {
+    /// These of the words.
+    Accepted(Vec<String>),
+    /// A refusal. `error` is what servers say that do not know the greeting, or the session that it names.
+    Refused(ErrorCode),
+    /// To be asked elsewhere.
+    NotLeader(Option<String>),
 }

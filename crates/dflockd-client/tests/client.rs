@@ -6,6 +6,16 @@
 #[cfg(test)]
 mod client {
     mod cancel;
+    /// Three real processes. `harness.rs` has the members, `proxy.rs` the network between them.
+    mod cluster {
+        mod ends;
+        mod failover;
+        mod harness;
+        mod moves;
+        #[path = "../../../../dflockd/tests/cluster/proxy.rs"]
+        mod proxy;
+        mod seeds;
+    }
     mod disconnects;
     mod errors;
     mod exclusion;

@@ -39,6 +39,16 @@ impl<T> Arena<T> {
         self.0.len()
     }
 
+    /// The entry at a place, if there is one.
+    pub(crate) fn get(&self, slot: usize) -> Option<&T> {
+        self.0.get(slot)
+    }
+
+    /// Above every place that is taken.
+    pub(crate) fn end(&self) -> usize {
+        self.0.capacity()
+    }
+
     /// All entries, in no order that means anything.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Slot, &T)> {
         self.0

@@ -85,6 +85,13 @@ pub enum Command<'a> {
         /// The new lease; the default lease if none.
         lease: Option<Span>,
     },
+    /// Restarts the lease of every hold of the caller's session that was asked for with exactly this lease: such holds
+    /// follow the session. No lease is cut short. Answered by the number of these holds; never kept for retries,
+    /// because it can be repeated.
+    RenewSession {
+        /// The lease of the session.
+        lease: Span,
+    },
     /// Ends somebody's hold.
     ForceRelease {
         /// The lock.
@@ -261,6 +268,11 @@ pub enum Query<'a> {
     },
     /// The value of a KV entry.
     Kv {
+        /// The entry.
+        key: &'a [u8],
+    },
+    /// A KV entry with its revision.
+    Entry {
         /// The entry.
         key: &'a [u8],
     },

@@ -98,6 +98,13 @@ pub enum Outcome {
     Compacted(Revision),
     /// A definite no: nothing has changed.
     Refused(Refusal),
+    /// A KV entry.
+    Entry {
+        /// What it holds.
+        value: Bytes,
+        /// Of its last change.
+        revision: Revision,
+    },
 }
 
 /// Why a command was refused.

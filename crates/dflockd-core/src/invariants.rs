@@ -74,6 +74,7 @@ impl Store {
         ensure!(self.deadlines.serial() < COUNT_MAX, "timer numbers run out");
         ensure!(self.revision().0 < COUNT_MAX, "revisions run out");
         self.verify_subscriptions()?;
+        self.verify_tally()?;
         let kept = self.changes.len() as u64;
         ensure!(kept <= self.limits.events_max, "too many changes kept");
         let ordered = self.changes.iter().zip(self.changes.iter().skip(1));

@@ -21,13 +21,8 @@ pub(crate) struct KvEntry {
 
 impl Store {
     /// A read may come at an instant that no command has yet reached, so the end of life is checked here, too.
-    pub(crate) fn kv_get(&self, key: &[u8], now: Timestamp) -> Outcome {
-        match self.kv.get(key) {
-            Some(entry) if entry.timer.is_none_or(|(end, _)| end > now) => {
-                Outcome::Value(entry.value.clone())
-            }
-            Some(_) | None => Outcome::Empty,
-        }
+    pub(crate) fn kv_alive(&self, key: &[u8], now: Timestamp) -> Option<&KvEntry> {
+        self.kv.get(key).filter(|entry| entry.timer.is_none_or(|(end, _)| end > now))
     }
 
     pub(crate) fn kv_set(

@@ -26,11 +26,13 @@ mod kv;
 mod list;
 mod lock;
 mod pattern;
+mod rebirth;
 mod session;
 mod shared;
 mod snapshot;
 mod store;
 mod subscription;
+mod tally;
 mod types;
 mod view;
 
@@ -46,10 +48,11 @@ pub use session::Progress;
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
 pub use store::Store;
+pub use tally::{BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Tally};
 pub use types::{
     Bytes, End, Fence, Limits, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };
 pub use view::{
-    BarrierView, ChannelView, CounterView, HolderView, KeyKind, KeyView, KvView, ListView, Listed,
-    LockKind, LockView, Survey, WaiterView,
+    BarrierView, ChannelView, Contended, Contention, CounterView, HolderView, KeyKind, KeyView,
+    KvView, ListView, Listed, LockKind, LockPage, LockView, Only, SessionView, Survey, WaiterView,
 };

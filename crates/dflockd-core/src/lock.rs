@@ -19,6 +19,7 @@ use crate::deadline::{Timer, TimerKey};
 use crate::effect::{Effect, Event, Grant, LeaderEvent, LostReason, Outcome, Push, Refusal};
 use crate::session::{Blocked, Enqueued};
 use crate::store::Store;
+use crate::tally::Primitive;
 use crate::types::{
     Bytes, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };
@@ -260,7 +261,11 @@ impl Store {
                 let claim = self.claim(lock, caller.session, mode, lease, salt);
                 Some(Outcome::Granted(self.grant_at_once(claim, fence, effects)))
             }
-            Ok(Entry::Queue) if wait == Span::ZERO => Some(Outcome::Timeout),
+            Ok(Entry::Queue) if wait == Span::ZERO => {
+                let primitive = Primitive::asked(&self.locks.arena[lock], mode);
+                self.tally.counts(primitive).timeouts += 1;
+                Some(Outcome::Timeout)
+            }
             Ok(Entry::Queue) => {
                 let claim = self.claim(lock, caller.session, mode, lease, salt);
                 self.block(claim, caller, wait);
@@ -389,6 +394,24 @@ impl Store {
         Outcome::Renewed { fence, lease }
     }
 
+    /// Restarts the leases of the holds that follow the session.
+    pub(crate) fn renew_session(&mut self, session: SessionId, lease: Span) -> Outcome {
+        let Some(owner) = self.sessions.get(&session) else { return Outcome::Number(0) };
+        let holds = owner.holds.iter(&self.locks.claims);
+        let follow = holds.filter(|(_, claim)| claim.lease == lease);
+        let slots: Vec<Slot> = follow.map(|(slot, _)| slot).collect();
+        for &slot in &slots {
+            let hold = self.locks.claims[slot].hold.as_mut().expect("it is among the holds");
+            // One of them may have been renewed for longer.
+            let base = hold.base.max(self.now + lease);
+            self.deadlines.remove_lease(hold.base, hold.fence);
+            hold.base = base;
+            self.deadlines.add_lease(base, hold.fence, slot);
+        }
+        self.lease_changed(session);
+        Outcome::Number(i64::try_from(slots.len()).expect("they fit into memory"))
+    }
+
     pub(crate) fn force_release(
         &mut self,
         key: &[u8],
@@ -406,6 +429,7 @@ impl Store {
         if let Some(&slot) = self.locks.by_fence.get(&token.fence)
             && self.locks.claims[slot].salt == token.salt
         {
+            self.tally.undone += 1;
             self.end_hold(slot, EndOfHold::Released, effects);
         }
     }
@@ -421,6 +445,8 @@ impl Store {
 
     /// Takes a waiting claim out of its queue, and lets those behind it move up.
     pub(crate) fn leave_queue(&mut self, slot: Slot, effects: &mut Vec<Effect>) {
+        let primitive = self.primitive(slot);
+        self.tally.counts(primitive).timeouts += 1;
         let lock = self.forget_waiter(slot);
         // A writer that leaves may have been all that kept the readers behind it waiting.
         if !bug(Bug::LostWakeup) {
@@ -430,8 +456,7 @@ impl Store {
 
     /// Takes a waiting claim out of its queue and out of the records of its session. The lock is to be promoted.
     pub(crate) fn forget_waiter(&mut self, slot: Slot) -> Slot {
-        let lock_slot = self.locks.claims[slot].lock;
-        self.locks.arena[lock_slot].queue.remove(&mut self.locks.claims, slot);
+        let lock_slot = self.unqueue(slot);
         let claim = self.locks.claims.remove(slot);
         if let Some(timer) = claim.timer {
             self.deadlines.remove_timer(timer);
@@ -457,7 +482,9 @@ impl Store {
         {
             owner.holds.remove(&mut self.locks.claims, slot);
         }
+        let primitive = self.primitive(slot);
         let claim = self.locks.claims.remove(slot);
+        self.tally.ended(primitive, end, self.now.since(claim.since));
         let hold = claim.hold.expect("only a hold can end");
         self.locks.by_fence.remove(&hold.fence);
         self.deadlines.remove_lease(hold.base, hold.fence);
@@ -540,7 +567,9 @@ impl Store {
         fence: Fence,
         effects: &mut Vec<Effect>,
     ) {
-        self.locks.arena[lock_slot].queue.remove(&mut self.locks.claims, head);
+        self.unqueue(head);
+        let waited = self.now.since(self.locks.claims[head].since);
+        self.tally.granted(self.primitive(head), Some(waited));
         let lock = &self.locks.arena[lock_slot];
         if lock.is_mutex() {
             self.observers.tell(LeaderEvent::Failover, &lock.key, None, effects);
@@ -564,6 +593,7 @@ impl Store {
     }
 
     fn grant_at_once(&mut self, slot: Slot, fence: Fence, effects: &mut Vec<Effect>) -> Grant {
+        self.tally.granted(self.primitive(slot), None);
         let grant = self.grant(slot, fence, effects);
         self.locks.settle(self.locks.claims[slot].lock, self.now);
         grant
@@ -684,10 +714,28 @@ impl Store {
         let lock_slot = self.locks.claims[slot].lock;
         let lock = &mut self.locks.arena[lock_slot];
         lock.queue.push_back(&mut self.locks.claims, slot);
+        self.queue_lengths.grew(lock.queue.len());
+        self.tally.counts(Primitive::of(lock, &self.locks.claims[slot])).waiting += 1;
         if !self.grants_open {
             self.locks.stalled.insert((lock.space, lock.key.clone()));
         }
         self.locks.settle(lock_slot, self.now);
+    }
+
+    /// Takes a claim out of the queue of its lock.
+    fn unqueue(&mut self, slot: Slot) -> Slot {
+        let primitive = self.primitive(slot);
+        self.tally.counts(primitive).waiting -= 1;
+        let lock_slot = self.locks.claims[slot].lock;
+        let queue = &mut self.locks.arena[lock_slot].queue;
+        queue.remove(&mut self.locks.claims, slot);
+        self.queue_lengths.shrank(queue.len());
+        lock_slot
+    }
+
+    pub(crate) fn primitive(&self, slot: Slot) -> Primitive {
+        let claim = &self.locks.claims[slot];
+        Primitive::of(&self.locks.arena[claim.lock], claim)
     }
 
     /// Lets a request wait for the grant of a claim.

@@ -102,7 +102,7 @@ impl Results {
 /// About what a kept result costs.
 fn size(outcome: &Outcome) -> u64 {
     let content = match outcome {
-        Outcome::Value(value) => value.len(),
+        Outcome::Value(value) | Outcome::Entry { value, .. } => value.len(),
         Outcome::Popped { key, value, .. } => key.len() + value.len(),
         Outcome::Items(items) => items.iter().map(|item| item.len()).sum(),
         Outcome::Done
@@ -132,6 +132,12 @@ impl Session {
             detached: None,
             notes: BTreeMap::new(),
         }
+    }
+
+    /// How many results are kept, and about how many bytes they have.
+    pub(crate) fn results_kept(&self) -> (u64, u64) {
+        let kept = |results: &Results| (results.kept.len() as u64, results.bytes);
+        self.results.as_deref().map_or((0, 0), kept)
     }
 
     /// Remembers that a granted place ran out unclaimed, and forgets the oldest such note if there are too many.
@@ -166,6 +172,7 @@ impl Store {
         match command {
             Command::Tick
             | Command::NewTerm
+            | Command::RenewSession { .. }
             | Command::Cancel { .. }
             | Command::Acknowledge { .. }
             | Command::Undo(_)
@@ -218,7 +225,9 @@ impl Store {
             && let Some(owner) = self.sessions.get_mut(&session)
             && let Some(results) = &mut owner.results
         {
+            let before = (results.kept.len() as u64, results.bytes);
             results.keep(request, outcome, &self.limits);
+            self.tally.results_changed(before, (results.kept.len() as u64, results.bytes));
         }
     }
 
@@ -226,7 +235,9 @@ impl Store {
         if let Some(owner) = self.sessions.get_mut(&session)
             && let Some(results) = &mut owner.results
         {
+            let before = (results.kept.len() as u64, results.bytes);
             results.acknowledge(up_to);
+            self.tally.results_changed(before, (results.kept.len() as u64, results.bytes));
         }
     }
 
@@ -281,6 +292,7 @@ impl Store {
             | Outcome::Written(_)
             | Outcome::Items(_)
             | Outcome::Compacted(_)
+            | Outcome::Entry { .. }
             | Outcome::Refused(_) => {}
         }
     }
@@ -384,7 +396,9 @@ impl Store {
         if let Some((_, timer)) = owner.detached.take() {
             self.deadlines.remove_timer(timer);
         }
+        let results = owner.results_kept();
         for subscription in core::mem::take(&mut owner.subscriptions) {
+            *self.tally.subscriptions(&subscription) -= 1;
             self.unlist(id, &subscription);
         }
         // All its places go before anybody moves up, or it could be granted something on its way out.
@@ -425,5 +439,6 @@ impl Store {
             owner.holds.remove(&mut self.locks.claims, slot);
         }
         self.sessions.remove(&id);
+        self.tally.results_changed(results, (0, 0));
     }
 }

@@ -81,11 +81,13 @@ impl Shared {
             .map(Fence)
     }
 
-    pub(crate) fn revision(&self) -> Revision {
+    /// The revision of the last change.
+    pub fn revision(&self) -> Revision {
         Revision(self.revision.load(Relaxed))
     }
 
-    pub(crate) fn set_revision(&self, revision: Revision) {
+    /// The next change gets a revision above this one.
+    pub fn set_revision(&self, revision: Revision) {
         self.revision.fetch_max(revision.0, Relaxed);
     }
 

@@ -281,6 +281,10 @@ impl Store {
             let sessions = store.observers.0.entry(key).or_default();
             sessions.insert(session, Reason { explicit, leads });
         }
+        store.forgotten = match rest.changes.front() {
+            Some(oldest) => Revision(oldest.revision.0.saturating_sub(1)),
+            None => head.revision,
+        };
         store.changes = rest.changes;
         Ok(store)
     }
@@ -304,6 +308,10 @@ impl Store {
                 Owned::Signals { .. } | Owned::Changes { .. } => self.list(id, subscription),
             }
         }
+        for subscription in &data.subscriptions {
+            *self.tally.subscriptions(subscription) += 1;
+        }
+        self.tally.results_changed((0, 0), session.results_kept());
         session.subscriptions = data.subscriptions;
         self.sessions.insert(id, Box::new(session));
     }
@@ -346,6 +354,8 @@ impl Store {
                     .restore_claim(slot, &record, claim)
                     .map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].holders.push_back(&mut self.locks.claims, claim);
+                let primitive = self.primitive(claim);
+                self.tally.counts(primitive).held += 1;
                 self.locks.by_fence.insert(hold.fence, claim);
                 leases.push(((hold.base, hold.fence), claim));
                 if !orphaned {
@@ -360,6 +370,9 @@ impl Store {
                     .restore_claim(slot, &record, claim)
                     .map_err(SnapshotError::Inconsistent)?;
                 self.locks.arena[slot].queue.push_back(&mut self.locks.claims, claim);
+                self.queue_lengths.grew(self.locks.arena[slot].queue.len());
+                let primitive = self.primitive(claim);
+                self.tally.counts(primitive).waiting += 1;
             }
         }
         self.deadlines.restore_leases(leases);

@@ -17,9 +17,11 @@ use crate::election::Observers;
 use crate::kv::KvEntry;
 use crate::list::List;
 use crate::lock::{EndOfHold, Locks};
+use crate::pattern;
 use crate::session::Session;
 use crate::shared::Shared;
 use crate::subscription::Subscriptions;
+use crate::tally::{QueueLengths, Tally};
 use crate::types::{Bytes, Limits, RequestId, Revision, SessionId, Timestamp};
 
 /// All state of a server, or of one shard of it.
@@ -45,6 +47,11 @@ pub struct Store {
     pub(crate) deadlines: Deadlines,
     /// The most recent changes, oldest first.
     pub(crate) changes: VecDeque<Change>,
+    /// Changes up to this one may be missing there.
+    pub(crate) forgotten: Revision,
+    /// Only counts.
+    pub(crate) tally: Tally,
+    pub(crate) queue_lengths: QueueLengths,
 }
 
 /// A kind of value that is dropped when idle.
@@ -59,6 +66,7 @@ impl Store {
     #[must_use]
     pub fn new(limits: Limits, seed: u64, shared: Arc<Shared>, grants_from: Timestamp) -> Self {
         let mut deadlines = Deadlines::new(limits.failover_grace);
+        let forgotten = shared.revision();
         if grants_from > Timestamp(0) {
             deadlines.add_timer(grants_from, Timer::GrantsOpen);
         }
@@ -78,6 +86,9 @@ impl Store {
             observers: Observers::new(),
             deadlines,
             changes: VecDeque::new(),
+            forgotten,
+            tally: Tally::default(),
+            queue_lengths: QueueLengths::default(),
             limits,
         }
     }
@@ -106,8 +117,10 @@ impl Store {
         if caller.keep && self.is_retry(caller, &command, effects) {
             return;
         }
+        self.tally.command(&command);
         let outcome = self.execute(caller, command, effects);
         if let Some((outcome, keep)) = outcome {
+            self.tally.outcome(&outcome);
             if keep && caller.keep {
                 self.keep_result(caller.session, caller.request, &outcome);
             }
@@ -126,7 +139,16 @@ impl Store {
             Query::Counter { key } => {
                 Outcome::Number(self.counters.get(key).map_or(0, |counter| counter.value))
             }
-            Query::Kv { key } => self.kv_get(key, now),
+            Query::Kv { key } => match self.kv_alive(key, now) {
+                Some(entry) => Outcome::Value(entry.value.clone()),
+                None => Outcome::Empty,
+            },
+            Query::Entry { key } => match self.kv_alive(key, now) {
+                Some(KvEntry { value, revision, .. }) => {
+                    Outcome::Entry { value: value.clone(), revision: *revision }
+                }
+                None => Outcome::Empty,
+            },
             Query::Length { key } => Outcome::Number(self.list_length(key)),
             Query::Range { key, start, stop } => Outcome::Items(self.list_range(key, start, stop)),
         }
@@ -147,6 +169,33 @@ impl Store {
     #[must_use]
     pub fn revision(&self) -> Revision {
         self.shared.revision()
+    }
+
+    /// The kept changes of keys that match, of the revisions after `after` up to `upto`, at most `max` of them.
+    ///
+    /// # Errors
+    ///
+    /// If some of them are no longer kept: the last revision that is gone.
+    pub fn changes(
+        &self,
+        pattern: &[u8],
+        after: Revision,
+        upto: Revision,
+        max: usize,
+    ) -> Result<Vec<Change>, Revision> {
+        if after < self.forgotten {
+            return Err(self.forgotten);
+        }
+        let first = self.changes.partition_point(|change| change.revision <= after);
+        let changes = self.changes.range(first..).take_while(|change| change.revision <= upto);
+        let matching = changes.filter(|change| pattern::matches(pattern, &change.key));
+        Ok(matching.take(max).cloned().collect())
+    }
+
+    /// Changes up to this revision may not be kept any more.
+    #[must_use]
+    pub fn forgotten(&self) -> Revision {
+        self.forgotten
     }
 
     /// The limits the store decides by.
@@ -189,6 +238,9 @@ impl Store {
                 self.release(key, space, token, end, effects)
             }
             Command::Renew { key, space, token, lease } => self.renew(key, space, token, lease),
+            Command::RenewSession { lease } => {
+                return Some((self.renew_session(caller.session, lease), false));
+            }
             Command::ForceRelease { key, space, fence } => {
                 self.force_release(key, space, fence, effects)
             }
@@ -320,8 +372,11 @@ impl Store {
         effects: &mut Vec<Effect>,
     ) -> Revision {
         let revision = self.shared.next_revision();
-        if self.limits.events_max == 0 && self.subscriptions.nobody_watches() {
-            return revision;
+        if self.limits.events_max == 0 {
+            self.forgotten = revision;
+            if self.subscriptions.nobody_watches() {
+                return revision;
+            }
         }
         let change = Change { revision, event, key: key.clone() };
         for session in self.subscriptions.watchers(key) {
@@ -329,8 +384,10 @@ impl Store {
             effects.push(Effect::Push { session, push, group: None });
         }
         if self.limits.events_max > 0 {
-            if self.changes.len() as u64 == self.limits.events_max {
-                self.changes.pop_front();
+            if self.changes.len() as u64 == self.limits.events_max
+                && let Some(oldest) = self.changes.pop_front()
+            {
+                self.forgotten = oldest.revision;
             }
             self.changes.push_back(change);
         }

@@ -121,6 +121,7 @@ impl Store {
             return Outcome::Compacted(compacted);
         }
         if new {
+            *self.tally.subscriptions(&owned) += 1;
             self.list(session, &owned);
         }
         if let Owned::Leaders { key } = &owned {
@@ -140,7 +141,9 @@ impl Store {
         }
         let owned = Owned::from(subscription);
         self.unlist(session, &owned);
-        self.session(session).subscriptions.remove(&owned);
+        if self.session(session).subscriptions.remove(&owned) {
+            *self.tally.subscriptions(&owned) -= 1;
+        }
         Outcome::Done
     }
 
@@ -256,18 +259,9 @@ impl Store {
         from: Revision,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Revision> {
-        let gone = match self.changes.front() {
-            Some(oldest) => Revision(oldest.revision.0 - 1),
-            None => self.revision(),
-        };
-        if from <= gone {
-            return Err(gone);
-        }
-        let wanted = |change: &&crate::effect::Change| {
-            change.revision >= from && pattern::matches(pattern, &change.key)
-        };
-        for change in self.changes.iter().filter(wanted) {
-            let push = Push::Change(change.clone());
+        let after = Revision(from.0.saturating_sub(1));
+        for change in self.changes(pattern, after, self.revision(), usize::MAX)? {
+            let push = Push::Change(change);
             effects.push(Effect::Push { session, push, group: None });
         }
         Ok(())

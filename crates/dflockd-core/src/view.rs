@@ -1,13 +1,15 @@
 //! What the store looks like from outside: plain data for people, collected while the store stands still
 //! and turned into text later.
 
-use alloc::collections::BinaryHeap;
+use alloc::collections::{BTreeSet, BinaryHeap};
 use alloc::vec::Vec;
+use core::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
 use crate::chain::Slot;
 use crate::lock::Lock;
+use crate::session::{Enqueued, Session};
 use crate::store::Store;
 use crate::types::{Bytes, Fence, Revision, SessionId, Space, Span, Timestamp};
 
@@ -188,7 +190,218 @@ pub struct Listed {
     pub waiters: usize,
 }
 
+/// Which locks are listed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Only {
+    /// All, also those that nobody holds or wants.
+    #[default]
+    All,
+    /// Those that somebody holds.
+    Held,
+    /// Those that somebody waits for.
+    Waiting,
+}
+
+impl Only {
+    fn admits(self, lock: &Lock) -> bool {
+        match self {
+            Self::All => true,
+            Self::Held => !lock.holders.is_empty(),
+            Self::Waiting => !lock.queue.is_empty(),
+        }
+    }
+}
+
+/// The first keys of locks in order, collected part by part.
+#[derive(Clone, Debug)]
+pub struct LockPage {
+    prefix: Vec<u8>,
+    after: Option<Vec<u8>>,
+    limit: usize,
+    only: Only,
+    keys: BTreeSet<Bytes>,
+    more: bool,
+}
+
+impl LockPage {
+    /// A page that begins after a key and has `limit` keys at most.
+    #[must_use]
+    pub fn new(prefix: &[u8], after: Option<&[u8]>, limit: usize, only: Only) -> Self {
+        let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
+        Self { prefix, after, limit, only, keys: BTreeSet::new(), more: false }
+    }
+
+    /// Which locks are on it.
+    #[must_use]
+    pub fn only(&self) -> Only {
+        self.only
+    }
+
+    /// The keys, in order.
+    pub fn keys(&self) -> impl Iterator<Item = &Bytes> {
+        self.keys.iter()
+    }
+
+    /// The last key, if others follow.
+    #[must_use]
+    pub fn next(&self) -> Option<&Bytes> {
+        self.keys.last().filter(|_| self.more)
+    }
+
+    fn add(&mut self, lock: &Lock) {
+        let key = &lock.key;
+        let wanted = key.starts_with(&self.prefix)
+            && self.after.as_ref().is_none_or(|after| **key > **after)
+            && self.only.admits(lock);
+        let full = self.keys.len() >= self.limit;
+        if !wanted {
+            return;
+        }
+        if full && self.keys.last().is_none_or(|last| key > last) {
+            self.more = true;
+        } else if self.keys.insert(key.clone()) && full {
+            self.keys.pop_last();
+            self.more = true;
+        }
+    }
+}
+
+/// A lock that somebody waits for. Ordered by how many do, then by how long the first one does.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Contended {
+    /// How many wait for it.
+    pub waiters: u32,
+    /// For how long the first of them has been there.
+    pub longest_wait: Span,
+    /// How many hold it.
+    pub holders: u32,
+    /// What it is.
+    pub kind: KeyKind,
+    /// The lock.
+    pub key: Bytes,
+}
+
+/// The locks with the longest queues, collected part by part.
+#[derive(Clone, Debug)]
+pub struct Contention {
+    limit: usize,
+    locks: BTreeSet<Contended>,
+}
+
+impl Contention {
+    /// So many of them at most.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        Self { limit, locks: BTreeSet::new() }
+    }
+
+    /// The longest queue first.
+    pub fn into_locks(self) -> impl Iterator<Item = Contended> {
+        self.locks.into_iter().rev()
+    }
+}
+
+/// What a session has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionView {
+    /// Locks it holds.
+    pub holds: usize,
+    /// Requests that are not answered yet, and places in queues that nobody waits at.
+    pub waits: usize,
+    /// What it listens to.
+    pub subscriptions: usize,
+}
+
 impl Store {
+    /// Every place of a lock is below this.
+    #[must_use]
+    pub fn lock_slots(&self) -> usize {
+        self.locks.arena.end()
+    }
+
+    /// Adds the locks at some places to a page.
+    pub fn page_locks(&self, slots: Range<usize>, page: &mut LockPage) {
+        for lock in slots.filter_map(|slot| self.locks.arena.get(slot)) {
+            page.add(lock);
+        }
+    }
+
+    /// The locks with this key that are wanted, with at most `each_max` holders and waiters.
+    #[must_use]
+    pub fn view_locks(
+        &self,
+        key: &[u8],
+        only: Only,
+        now: Timestamp,
+        each_max: usize,
+    ) -> Vec<LockView> {
+        let slots = [Space::Locks, Space::Semaphores].map(|space| self.locks.find(space, key));
+        let wanted = |slot: &Slot| only.admits(&self.locks.arena[*slot]);
+        let wanted = slots.into_iter().flatten().filter(wanted);
+        wanted.map(|slot| self.view_lock(slot, now, each_max)).collect()
+    }
+
+    /// Adds the locks at some places that somebody waits for.
+    pub fn page_contention(&self, slots: Range<usize>, now: Timestamp, page: &mut Contention) {
+        for lock in slots.filter_map(|slot| self.locks.arena.get(slot)) {
+            let waiters = lock.queue.len();
+            let least = page.locks.first().map_or(0, |least| least.waiters);
+            let full = page.locks.len() >= page.limit;
+            if waiters == 0 || full && waiters < least {
+                continue;
+            }
+            let first = lock.queue.iter(&self.locks.claims).next();
+            page.locks.insert(Contended {
+                waiters,
+                longest_wait: first.map_or(Span::ZERO, |(_, claim)| now.since(claim.since)),
+                holders: lock.holders.len(),
+                kind: KeyKind::of_lock(lock.space, lock.kind),
+                key: lock.key.clone(),
+            });
+            if page.locks.len() > page.limit {
+                page.locks.pop_first();
+            }
+        }
+    }
+
+    /// The first sessions after `after`, in order, `limit` at most.
+    #[must_use]
+    pub fn sessions(&self, after: SessionId, limit: usize) -> Vec<SessionId> {
+        let mut ids = BTreeSet::new();
+        for &id in self.sessions.keys() {
+            let full = ids.len() >= limit;
+            if id <= after || full && ids.last().is_some_and(|last| id > *last) {
+                continue;
+            }
+            ids.insert(id);
+            if ids.len() > limit {
+                ids.pop_last();
+            }
+        }
+        ids.into_iter().collect()
+    }
+
+    /// What a session has here.
+    #[must_use]
+    pub fn view_session(&self, id: SessionId) -> SessionView {
+        self.sessions.get(&id).map_or_else(SessionView::default, |owner| self.count(owner))
+    }
+
+    fn count(&self, owner: &Session) -> SessionView {
+        let waits_alone = |record: &&Enqueued| match **record {
+            Enqueued::Claim(slot) => {
+                let claim = &self.locks.claims[slot];
+                claim.hold.is_none() && claim.request.is_none()
+            }
+            Enqueued::Expired(_) => false,
+        };
+        SessionView {
+            holds: owner.holds.len() as usize,
+            waits: owner.blocked.len() + owner.enqueued.values().filter(waits_alone).count(),
+            subscriptions: owner.subscriptions.len(),
+        }
+    }
+
     /// Everything there is, with at most `each_max` holders and waiters per lock, and at most `names_max`
     /// keys of each kind.
     #[must_use]
@@ -409,4 +622,105 @@ fn listed_lock(lock: &Lock) -> Listed {
 
 fn listed(key: &Bytes, kind: KeyKind, waiters: usize) -> Listed {
     Listed { key: key.clone(), kind, holders: 0, waiters }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::format;
+    use alloc::string::String;
+    use alloc::sync::Arc;
+
+    use super::*;
+    use crate::command::{Caller, Command};
+    use crate::shared::Shared;
+    use crate::types::{Limits, Mode, RequestId};
+
+    /// `k00` to `k29` are mutexes, every third has a waiter, `k10` has three and is a semaphore, too.
+    fn store() -> Store {
+        let shared = Arc::new(Shared::new());
+        shared.set_fences(1, u64::MAX);
+        let mut store = Store::new(Limits::default(), 1, shared, Timestamp(0));
+        let mut request = 0;
+        let mut ask = |session, key: &str, mode, now| {
+            request += 1;
+            let (session, request) = (SessionId(session), RequestId(request));
+            let caller = Caller { session, request, keep: false };
+            let (key, wait, lease) = (key.as_bytes(), Span::from_secs(60), None);
+            let command = Command::Acquire { key, mode, wait, lease, salt: request.0 };
+            store.apply(caller, command, Timestamp(now), &mut Vec::new());
+        };
+        // Not in the order of the keys.
+        for number in (0..30).map(|step| step * 7 % 30) {
+            let key = format!("k{number:02}");
+            ask(1, &key, Mode::Mutex, 10);
+        }
+        for number in (0..30).step_by(3) {
+            ask(2, &format!("k{number:02}"), Mode::Mutex, 20);
+        }
+        ask(3, "k10", Mode::Semaphore { limit: 2 }, 30);
+        for session in 4..7 {
+            ask(session, "k10", Mode::Mutex, 30);
+        }
+        store
+    }
+
+    /// The page, looked at in parts of so many places, and where the next one begins.
+    fn page(prefix: &str, after: Option<&str>, limit: usize, only: Only) -> (String, bool) {
+        let store = store();
+        let mut page = LockPage::new(prefix.as_bytes(), after.map(str::as_bytes), limit, only);
+        for part in (0..store.lock_slots()).step_by(4) {
+            store.page_locks(part..part + 4, &mut page);
+        }
+        let keys = page.keys().map(|key| String::from_utf8_lossy(key).into_owned() + " ");
+        (keys.collect(), page.next().is_some())
+    }
+
+    #[test]
+    fn pages_of_locks() {
+        assert_eq!(page("k", None, 3, Only::All), ("k00 k01 k02 ".into(), true));
+        assert_eq!(page("k", Some("k02"), 3, Only::All), ("k03 k04 k05 ".into(), true));
+        assert_eq!(page("k2", Some("k27"), 3, Only::All), ("k28 k29 ".into(), false));
+        assert_eq!(page("k2", Some("k26"), 3, Only::All), ("k27 k28 k29 ".into(), false));
+        assert_eq!(page("k1", None, 4, Only::Waiting), ("k10 k12 k15 k18 ".into(), false));
+        assert_eq!(page("k1", None, 2, Only::Waiting), ("k10 k12 ".into(), true));
+        assert_eq!(page("x", None, 2, Only::Held), (String::new(), false));
+        let (all, more) = page("", None, 1000, Only::Held);
+        assert_eq!((all.split_whitespace().count(), more), (30, false));
+    }
+
+    #[test]
+    fn a_key_in_both_namespaces() {
+        let store = store();
+        let view = |only| store.view_locks(b"k10", only, Timestamp(40), 2);
+        let all = view(Only::All);
+        assert_eq!(all.len(), 2);
+        assert_eq!((all[0].waiters_total, all[0].queue.len()), (3, 2));
+        assert_eq!(view(Only::Waiting).len(), 1);
+        assert!(store.view_locks(b"k99", Only::All, Timestamp(40), 2).is_empty());
+    }
+
+    #[test]
+    fn the_longest_queues() {
+        let store = store();
+        let mut contention = Contention::new(2);
+        for part in (0..store.lock_slots()).step_by(4) {
+            store.page_contention(part..part + 4, Timestamp(50), &mut contention);
+        }
+        let locks: Vec<_> = contention.into_locks().collect();
+        assert_eq!(locks.len(), 2);
+        assert_eq!((&*locks[0].key, locks[0].waiters, locks[0].holders), (&b"k10"[..], 3, 1));
+        assert_eq!((locks[0].longest_wait, locks[1].longest_wait), (Span(20), Span(30)));
+        assert_eq!(locks[1].waiters, 1);
+    }
+
+    #[test]
+    fn sessions_in_pages() {
+        let store = store();
+        assert_eq!(store.sessions(SessionId(0), 2), [SessionId(1), SessionId(2)]);
+        assert_eq!(store.sessions(SessionId(4), 9), [SessionId(5), SessionId(6)]);
+        let view = |id| store.view_session(SessionId(id));
+        assert_eq!(view(1), SessionView { holds: 30, waits: 0, subscriptions: 0 });
+        assert_eq!(view(2), SessionView { holds: 0, waits: 10, subscriptions: 0 });
+        assert_eq!(view(99), SessionView::default());
+    }
 }

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use dflockd_core::{Command, KeyView, Listed, Outcome, Query, RequestId, SessionId, Store, Survey};
+use dflockd_core::{
+    Bytes, Change, Command, Contention, KeyView, Listed, LockPage, LockView, Outcome, Query,
+    RequestId, Revision, SessionId, SessionView, Store, Survey, Tally,
+};
 
 use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
 use crate::replica::types::Action;
 use crate::replicated::Replicated;
-use crate::router::{Attachment, Pokes, SessionSecret, Sink};
+use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
 const NAMES_MAX: usize = 5000;
@@ -20,6 +23,18 @@ pub enum Engine {
     Memory(Memory),
     /// A cluster, of which this process is a member.
     Replicated(Arc<Replicated>),
+}
+
+/// A session as an operator sees it.
+pub struct SessionInfo {
+    /// Its number.
+    pub id: SessionId,
+    /// Its name for people, if it is known.
+    pub label: Option<Arc<str>>,
+    /// How its client speaks to this process, if it does.
+    pub door: Option<Door>,
+    /// What it has.
+    pub view: SessionView,
 }
 
 /// What became of an attach.
@@ -112,7 +127,7 @@ impl Engine {
             Self::Memory(memory) => memory.survey(each_max),
             Self::Replicated(member) => {
                 let survey = member.look(false, move |machine| {
-                    machine.store().map(|store| store.survey(machine.now(), each_max, NAMES_MAX))
+                    machine.store().map(|store| store.survey(machine.shown(), each_max, NAMES_MAX))
                 });
                 survey.flatten().unwrap_or_default()
             }
@@ -126,7 +141,7 @@ impl Engine {
             Self::Replicated(member) => {
                 let key = key.to_vec();
                 let views = member.look(true, move |machine| {
-                    machine.store().map(|store| store.inspect(&key, machine.now(), each_max))
+                    machine.store().map(|store| store.inspect(&key, machine.shown(), each_max))
                 });
                 views.flatten()
             }
@@ -142,10 +157,157 @@ impl Engine {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
                 let listed = member.look(true, move |machine| {
                     let ls =
-                        |store: &Store| store.ls(&prefix, after.as_deref(), limit, machine.now());
+                        |store: &Store| store.ls(&prefix, after.as_deref(), limit, machine.shown());
                     machine.store().map(ls)
                 });
                 listed.flatten()
+            }
+        }
+    }
+
+    /// A page of locks in order with at most `each_max` holders and waiters each, and the key after which the next
+    /// page begins. What changes meanwhile is on it or not. None if nobody can say. May take a while.
+    pub fn locks(&self, page: LockPage, each_max: usize) -> Option<(Vec<LockView>, Option<Bytes>)> {
+        match self {
+            Self::Memory(memory) => Some(memory.locks(page, each_max)),
+            Self::Replicated(member) => {
+                let page = member.look_at_locks(page, |store, slots, _, page| {
+                    store.page_locks(slots, page);
+                })?;
+                let next = page.next().cloned();
+                let views = member.look(false, move |machine| {
+                    let store = machine.store()?;
+                    let view =
+                        |key: &Bytes| store.view_locks(key, page.only(), machine.shown(), each_max);
+                    Some(page.keys().flat_map(view).collect())
+                });
+                Some((views.flatten()?, next))
+            }
+        }
+    }
+
+    /// The locks with the longest queues. None if nobody can say. May take a while.
+    pub fn contention(&self, limit: usize) -> Option<Contention> {
+        match self {
+            Self::Memory(memory) => Some(memory.contention(limit)),
+            Self::Replicated(member) => {
+                member.look_at_locks(Contention::new(limit), |store, slots, now, page| {
+                    store.page_contention(slots, now, page);
+                })
+            }
+        }
+    }
+
+    /// The first sessions after `after`, in order, `limit` at most: of the whole cluster, if it is one. None if
+    /// nobody can say. May take a while.
+    pub fn sessions(&self, after: SessionId, limit: usize) -> Option<Vec<SessionInfo>> {
+        match self {
+            Self::Memory(memory) => Some(memory.sessions(after, limit)),
+            Self::Replicated(member) => {
+                // Some have done nothing yet, so that the cluster does not know them.
+                let mut ids = member.router().ids(after, limit);
+                let views = member.look(true, move |machine| {
+                    let store = machine.store()?;
+                    ids.extend(store.sessions(after, limit));
+                    let ids = ids.into_iter().take(limit);
+                    Some(ids.map(|id| (id, store.view_session(id))).collect::<Vec<_>>())
+                });
+                let infos = views.flatten()?.into_iter().map(|(id, view)| {
+                    let (label, door) = (member.label(id), member.router().door(id));
+                    SessionInfo { id, label, door, view }
+                });
+                Some(infos.collect())
+            }
+        }
+    }
+
+    /// What has happened here and how much there is. None if this process keeps no state or can not say. May take a
+    /// while, but not longer for a million locks than for one.
+    pub fn tally(&self) -> Option<Tally> {
+        match self {
+            Self::Memory(memory) => Some(memory.tally()),
+            Self::Replicated(member) => {
+                member.look(false, |machine| machine.store().map(Store::tally)).flatten()
+            }
+        }
+    }
+
+    /// How many sessions this process has that were opened through a door.
+    #[must_use]
+    pub fn session_count(&self, door: Door) -> u64 {
+        match self {
+            Self::Memory(memory) => memory.session_count(door),
+            Self::Replicated(member) => member.router().count(door),
+        }
+    }
+
+    /// Something that grows when there may have been changes.
+    #[must_use]
+    pub fn progress(&self) -> u64 {
+        match self {
+            Self::Memory(memory) => memory.revision().0,
+            Self::Replicated(member) => member.applied(),
+        }
+    }
+
+    /// The revision of the last change, as far as this process knows. May take a while.
+    #[must_use]
+    pub fn revision(&self) -> Option<Revision> {
+        match self {
+            Self::Memory(memory) => Some(memory.revision()),
+            Self::Replicated(member) => {
+                member.look(false, |machine| machine.store().map(Store::revision)).flatten()
+            }
+        }
+    }
+
+    /// The kept changes of keys that match, after a revision, in order, and the revision up to which there are no
+    /// others. None if nobody can say. May take a while.
+    ///
+    /// # Errors
+    ///
+    /// If some of them are no longer kept: the last revision that is gone.
+    pub fn changes(
+        &self,
+        pattern: &[u8],
+        after: Revision,
+        max: usize,
+    ) -> Option<Result<(Vec<Change>, Revision), Revision>> {
+        match self {
+            Self::Memory(memory) => Some(memory.changes(pattern, after, max)),
+            Self::Replicated(member) => {
+                let pattern = pattern.to_vec();
+                let changes = move |store: &Store| {
+                    let upto = store.revision();
+                    if after > upto {
+                        // Of a cluster that was restored from a backup, or this node is behind.
+                        return Ok((Vec::new(), after));
+                    }
+                    let changes = store.changes(&pattern, after, upto, max)?;
+                    let full = changes.len() == max;
+                    let last = changes.last().map(|change| change.revision);
+                    Ok((changes, last.filter(|_| full).unwrap_or(upto)))
+                };
+                member.look(false, move |machine| machine.store().map(changes)).flatten()
+            }
+        }
+    }
+
+    /// The last `max` changes of keys that match that are still kept, oldest first. None if nobody can say. May take a
+    /// while.
+    pub fn recent_changes(&self, pattern: &[u8], max: usize) -> Option<Vec<Change>> {
+        match self {
+            Self::Memory(memory) => Some(memory.recent_changes(pattern, max)),
+            Self::Replicated(member) => {
+                let pattern = pattern.to_vec();
+                let recent = move |store: &Store| {
+                    let (after, upto) = (store.forgotten(), store.revision());
+                    let kept = store.changes(&pattern, after, upto, usize::MAX);
+                    let mut changes = kept.unwrap_or_default();
+                    changes.drain(..changes.len().saturating_sub(max));
+                    changes
+                };
+                member.look(false, move |machine| machine.store().map(recent)).flatten()
             }
         }
     }

@@ -9,17 +9,18 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dflockd_core::{
-    Caller, Command, Effect, KeyView, Limits, Listed, Outcome, Push, Query, Refusal, RequestId,
-    SessionId, Shared, Span, Store, Subscription, Survey, Timestamp, is_literal,
+    Bytes, Caller, Change, Command, Contention, Effect, KeyView, Limits, Listed, LockPage,
+    LockView, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, SessionView, Shared,
+    Span, Store, Subscription, Survey, Tally, Timestamp, is_literal,
 };
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::clock::Clock;
-use crate::engine::Engine;
+use crate::clock::{Clock, unix_nanos};
+use crate::engine::{Engine, SessionInfo};
 use crate::fences::Fences;
 use crate::replica::types::AutoRelease;
-use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+use crate::router::{Attachment, Door, Pokes, Pushed, Router, Session, SessionSecret, Sink};
 
 const KEY_SHARDS: usize = 64;
 /// The shard of signals and of subscription records.
@@ -72,6 +73,7 @@ pub struct Memory {
     router: Router,
     clock: Clock,
     fences: Fences,
+    shared: Arc<Shared>,
     default_lease: Span,
     auto_release: AutoRelease,
     sweep_interval: Duration,
@@ -104,6 +106,11 @@ impl Memory {
     #[must_use]
     pub fn new(options: Options) -> Self {
         let Options { limits, shared, clock, .. } = options;
+        if limits.events_max > 0 {
+            // So that a place in the history of an earlier process is behind this one's, and never looks like one of
+            // its own. Microseconds still are exact numbers in JavaScript.
+            shared.set_revision(Revision(unix_nanos() / 1000));
+        }
         let start = clock.now();
         let grants_from = if options.grant_delay == Span::ZERO {
             Timestamp(0)
@@ -126,6 +133,7 @@ impl Memory {
             clock,
             fences: options.fences,
             default_lease: limits.default_lease,
+            shared,
             auto_release: options.auto_release,
             sweep_interval: options.sweep_interval,
         }
@@ -171,6 +179,21 @@ impl Memory {
             Command::Subscribe(subscription) | Command::Unsubscribe(subscription) => {
                 let subscription = *subscription;
                 return self.subscribe(by, caller, &command, subscription, pokes);
+            }
+            Command::RenewSession { lease } => {
+                if !self.fences.record_lease(*lease) {
+                    return Submitted::Done(Outcome::Refused(Refusal::NoFence));
+                }
+                let mut renewed = 0;
+                for shard in by.session.shards() {
+                    let command = Command::RenewSession { lease: *lease };
+                    match self.apply(shard, Some(by), caller, command, pokes) {
+                        None => return Submitted::Gone,
+                        Some(Some(Outcome::Number(number))) => renewed += number,
+                        Some(_) => {}
+                    }
+                }
+                return Submitted::Done(Outcome::Number(renewed));
             }
             Command::Acknowledge { up_to } => {
                 for shard in by.session.shards() {
@@ -220,10 +243,96 @@ impl Memory {
     pub fn query(&self, query: Query<'_>) -> Outcome {
         let (Query::Counter { key }
         | Query::Kv { key }
+        | Query::Entry { key }
         | Query::Length { key }
         | Query::Range { key, .. }) = query;
         let state = self.shards[shard_of(key)].state.lock();
         state.store.read(query, self.clock.now())
+    }
+
+    /// The revision of the last change.
+    pub fn revision(&self) -> Revision {
+        self.shared.revision()
+    }
+
+    /// The kept changes of keys that match, after a revision, in order, and the revision up to which there are no
+    /// others.
+    ///
+    /// # Errors
+    ///
+    /// If some of them are no longer kept: the last revision that is gone.
+    pub fn changes(
+        &self,
+        pattern: &[u8],
+        after: Revision,
+        max: usize,
+    ) -> Result<(Vec<Change>, Revision), Revision> {
+        // A revision is drawn under the lock of the shard that keeps the change. So whoever takes the lock after
+        // seeing a revision finds its change there.
+        let upto = self.revision();
+        if after > upto {
+            return Err(upto);
+        }
+        let shards = if is_literal(pattern) {
+            let shard = shard_of(pattern);
+            shard..shard + 1
+        } else {
+            0..KEY_SHARDS
+        };
+        let mut changes = Vec::new();
+        let mut gone = after;
+        for shard in shards {
+            let state = self.shards[shard].state.lock();
+            match state.store.changes(pattern, after, upto, max) {
+                Ok(kept) => changes.extend(kept),
+                Err(forgotten) => gone = gone.max(forgotten),
+            }
+        }
+        if gone > after {
+            return Err(gone);
+        }
+        changes.sort_unstable_by_key(|change| change.revision);
+        changes.truncate(max);
+        let upto = if changes.len() < max { upto } else { changes[max - 1].revision };
+        Ok((changes, upto))
+    }
+
+    /// What has happened and how much there is; no shard is locked for longer than it takes to copy some numbers.
+    pub fn tally(&self) -> Tally {
+        let mut all = Tally::default();
+        for (index, shard) in self.shards.iter().enumerate() {
+            let mut part = shard.state.lock().store.tally();
+            if index != COMMON {
+                // The common shard knows of all of them.
+                part.forget_subscriptions();
+            }
+            all.add(&part);
+        }
+        all
+    }
+
+    /// How many sessions there are that were opened through a door.
+    pub fn session_count(&self, door: Door) -> u64 {
+        self.router.count(door)
+    }
+
+    /// The last `max` changes of keys that match, of those that all shards still have, oldest first.
+    pub fn recent_changes(&self, pattern: &[u8], max: usize) -> Vec<Change> {
+        let upto = self.revision();
+        let mut changes = Vec::new();
+        let mut gone = Revision(0);
+        for shard in &self.shards[..KEY_SHARDS] {
+            let state = shard.state.lock();
+            let forgotten = state.store.forgotten();
+            gone = gone.max(forgotten);
+            changes.extend(
+                state.store.changes(pattern, forgotten, upto, usize::MAX).unwrap_or_default(),
+            );
+        }
+        changes.retain(|change| change.revision > gone);
+        changes.sort_unstable_by_key(|change| change.revision);
+        changes.drain(..changes.len().saturating_sub(max));
+        changes
     }
 
     /// Everything there is, shard by shard; no shard is locked for longer than its own part takes.
@@ -266,6 +375,58 @@ impl Memory {
             listed.retain(|listed| listed.key <= last);
         }
         listed
+    }
+
+    /// A page of locks in order, and the key after which the next one begins.
+    pub fn locks(&self, mut page: LockPage, each_max: usize) -> (Vec<LockView>, Option<Bytes>) {
+        for shard in &self.shards[..KEY_SHARDS] {
+            let state = shard.state.lock();
+            state.store.page_locks(0..state.store.lock_slots(), &mut page);
+        }
+        let views = page.keys().flat_map(|key| {
+            let state = self.shards[shard_of(key)].state.lock();
+            state.store.view_locks(key, page.only(), self.clock.now(), each_max)
+        });
+        (views.collect(), page.next().cloned())
+    }
+
+    /// The locks with the longest queues.
+    pub fn contention(&self, limit: usize) -> Contention {
+        let mut page = Contention::new(limit);
+        for shard in &self.shards[..KEY_SHARDS] {
+            let state = shard.state.lock();
+            let now = self.clock.now();
+            state.store.page_contention(0..state.store.lock_slots(), now, &mut page);
+        }
+        page
+    }
+
+    /// The first sessions after `after`, in order, `limit` at most.
+    pub fn sessions(&self, after: SessionId, limit: usize) -> Vec<SessionInfo> {
+        let ids = self.router.ids(after, limit);
+        let sessions: Vec<_> = ids.into_iter().filter_map(|id| self.router.get(id)).collect();
+        let mut views = vec![SessionView::default(); sessions.len()];
+        for (index, shard) in self.shards.iter().enumerate() {
+            let touches = |session: &Session| session.shards().any(|shard| shard == index);
+            let mut here = sessions.iter().zip(&mut views).filter(|(session, _)| touches(session));
+            let Some(first) = here.next() else { continue };
+            let state = shard.state.lock();
+            for (session, view) in std::iter::once(first).chain(here) {
+                let part = state.store.view_session(session.id);
+                view.holds += part.holds;
+                view.waits += part.waits;
+                // The others only repeat what the common shard knows.
+                if index == COMMON {
+                    view.subscriptions = part.subscriptions;
+                }
+            }
+        }
+        let infos = sessions.iter().zip(views).map(|(session, view)| {
+            let state = session.state.lock();
+            let door = state.sink.as_ref().map(|sink| sink.door());
+            SessionInfo { id: session.id, label: Some(Arc::clone(&state.label)), door, view }
+        });
+        infos.collect()
     }
 
     /// Checks every shard.
@@ -315,7 +476,7 @@ impl Memory {
             let epoch = session.epoch.fetch_add(1, Ordering::SeqCst) + 1;
             state.label = label;
             if let Some(old) = state.sink.replace(sink) {
-                old.close();
+                old.hand_over();
                 pokes.add(&old);
             }
             epoch

@@ -3,37 +3,43 @@
 //! A command becomes an item in a queue, and its answer comes later, through the session's sink, when this node has
 //! applied the entry with the item in it.
 //!
-//! The replica has no thread that everything must pass through: whoever has something for it may
-//! [`turn`](Replicated::turn) to it, one at a time, and who finds it busy leaves, because the one who is at it looks
-//! again. Under load that is the *tender*, a thread that serves connections: it reads what many clients sent, turns to
-//! the replica once for all of it, and writes the answers of what was committed meanwhile. To wake a thread for each of
-//! these steps costs more than the steps. The thread `replica` (`replica/driver.rs`) does what takes long and looks at
-//! the time.
+//! The replica has no thread that everything must pass through: whoever has something for it may turn to it, one at a
+//! time, and who finds it busy leaves, because the one who is at it looks again. Under load that is the *tender*, a
+//! thread that serves connections, or the log's thread: the tender reads what many clients sent, and writes the answers
+//! of what was committed meanwhile; the replica is turned to once for all of it. To wake a thread for each of these
+//! steps costs more than the steps. The thread `replica` (`replica/driver.rs`) does what takes long and looks at the
+//! time.
 
 use std::cell::Cell;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
 use dflockd_core::{
-    Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Timestamp,
+    Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Store, Timestamp,
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
 use crate::clock::Clock;
+use crate::gauges::Gauges;
 use crate::memory::Submitted;
 use crate::replica::admin::{AdminRequest, AdminResult};
 use crate::replica::driver::{self, Bomb, ClusterOptions, Fatal, Seat};
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
-use crate::replica::types::{Action, Item, Member, Policy, RaftId, Run};
+use crate::replica::types::{Action, Bits128, Doors, Item, Member, Policy, RaftId, Run};
 use crate::replica::{
-    MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, Status, codec, grows, is_given,
+    MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, StateCopy, Status, codec, grows,
+    is_given,
 };
 use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+
+/// Places of locks that are looked at in one go: everybody else waits meanwhile.
+const SLOTS_MAX: usize = 50_000;
 
 /// A member of a cluster, for connections.
 pub struct Replicated {
@@ -62,12 +68,18 @@ pub struct Replicated {
     errands_took: AtomicU64,
     tender: OnceLock<Tender>,
     run: AtomicU32,
+    /// Where else this node can be reached.
+    doors: Mutex<Doors>,
     last_session: AtomicU32,
     view: Mutex<View>,
     jobs: Mutex<HashMap<u64, Job>>,
     admins: Mutex<HashMap<u64, oneshot::Sender<AdminResult>>>,
+    /// Copies of the state that somebody waits for.
+    copies: Mutex<HashMap<u64, StateCopy>>,
+    dir: std::path::PathBuf,
     last_id: AtomicU64,
     pushes_dropped: AtomicU64,
+    gauges: Gauges,
     transport: Mutex<Option<Arc<Transport>>>,
     fatal: Fatal,
     failed: Notify,
@@ -178,6 +190,14 @@ pub struct View {
     pub learners: Vec<RaftId>,
     /// What all decide by.
     pub policy: Option<Policy>,
+    /// Where else the members can be reached.
+    pub doors: std::collections::BTreeMap<RaftId, Doors>,
+    /// The cluster's name.
+    pub cluster: Bits128,
+    /// The newest version that each member reads.
+    pub versions: std::collections::BTreeMap<RaftId, u32>,
+    /// The version that all agreed to use.
+    pub version: u32,
     last_raft_id: RaftId,
 }
 
@@ -187,6 +207,20 @@ impl View {
     pub fn leader_addr(&self) -> Option<&str> {
         let leader = self.status?.leader?;
         self.members.get(&leader).map(|member| member.client_addr.as_str())
+    }
+
+    /// Where HTTP clients find the leader, if there is one and it serves them.
+    #[must_use]
+    pub fn leader_http_addr(&self) -> Option<&str> {
+        let doors = self.doors.get(&self.status?.leader?)?;
+        Some(doors.http.as_str()).filter(|addr| !addr.is_empty())
+    }
+
+    /// Where gRPC clients find the leader, likewise.
+    #[must_use]
+    pub fn leader_grpc_addr(&self) -> Option<&str> {
+        let doors = self.doors.get(&self.status?.leader?)?;
+        Some(doors.grpc.as_str()).filter(|addr| !addr.is_empty())
     }
 
     /// Whether this node leads.
@@ -221,6 +255,7 @@ impl Replicated {
             errands_took: AtomicU64::new(0),
             tender: OnceLock::new(),
             run: AtomicU32::new(0),
+            doors: Mutex::default(),
             last_session: AtomicU32::new(0),
             view: Mutex::new(View {
                 raft_id: 0,
@@ -229,12 +264,19 @@ impl Replicated {
                 voters: Vec::new(),
                 learners: Vec::new(),
                 policy: None,
+                doors: std::collections::BTreeMap::new(),
+                cluster: Bits128::default(),
+                versions: std::collections::BTreeMap::new(),
+                version: 1,
                 last_raft_id: 0,
             }),
             jobs: Mutex::default(),
             admins: Mutex::default(),
+            copies: Mutex::default(),
+            dir: options.dir.clone(),
             last_id: AtomicU64::new(0),
             pushes_dropped: AtomicU64::new(0),
+            gauges: Gauges::default(),
             transport: Mutex::default(),
             fatal: Fatal::new(),
             failed: Notify::new(),
@@ -268,6 +310,23 @@ impl Replicated {
     #[must_use]
     pub fn view(&self) -> View {
         self.view.lock().clone()
+    }
+
+    /// What this member counts.
+    #[must_use]
+    pub fn gauges(&self) -> &Gauges {
+        &self.gauges
+    }
+
+    /// How many pushes were too much for their receivers.
+    #[must_use]
+    pub fn pushes_dropped(&self) -> u64 {
+        self.pushes_dropped.load(Ordering::Relaxed)
+    }
+
+    /// The last entry that is applied here.
+    pub(crate) fn applied(&self) -> u64 {
+        self.view.lock().status.map_or(0, |status| status.applied)
     }
 
     /// Whether this node leads.
@@ -322,10 +381,43 @@ impl Replicated {
     /// Why it was not done.
     pub async fn admin(&self, request: AdminRequest) -> AdminResult {
         let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+        self.ask_admin(id, request).await
+    }
+
+    async fn ask_admin(&self, id: u64, request: AdminRequest) -> AdminResult {
         let (sender, receiver) = oneshot::channel();
         self.admins.lock().insert(id, sender);
-        self.give(Input::Admin { id, request });
-        receiver.await.unwrap_or_else(|_| Err("this node is shutting down".into()))
+        self.give(Input::Admin { id, request: request.clone() });
+        let result = receiver.await.unwrap_or_else(|_| Err("this node is shutting down".into()));
+        self.gauges.asked(&request, &result);
+        result
+    }
+
+    /// A copy of the whole state, with everything in it that was done before.
+    ///
+    /// # Errors
+    ///
+    /// If this node can not say.
+    pub async fn copy(self: &Arc<Self>) -> Result<StateCopy, String> {
+        let front = Arc::clone(self);
+        let seen = tokio::task::spawn_blocking(move || front.look(true, |_| ())).await;
+        if seen.ok().flatten().is_none() {
+            return Err("no leader confirms what is committed; try again".into());
+        }
+        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+        self.ask_admin(id, AdminRequest::Copy).await?;
+        self.copies.lock().remove(&id).ok_or_else(|| "this node is shutting down".into())
+    }
+
+    pub(crate) fn hand_copy(&self, id: u64, copy: StateCopy) {
+        self.copies.lock().insert(id, copy);
+    }
+
+    /// Bytes that are free and that there are on the disk of the data directory.
+    #[must_use]
+    pub fn disk_space(&self) -> Option<(u64, u64)> {
+        let stat = rustix::fs::statvfs(&self.dir).ok()?;
+        Some((stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize))
     }
 
     /// Hands leadership over, if this node has it, and waits until somebody else leads, three seconds at most.
@@ -438,6 +530,12 @@ impl Replicated {
 
     pub(crate) fn close(&self, by: &Attachment, orderly: bool, referenced: bool) {
         let was_used = by.session.is_touched();
+        let untaken = by.session.state.lock().attached.take();
+        if let Some(untaken) = untaken {
+            // It was told that nobody knows what came of its attach.
+            self.router.remove(&untaken.session);
+            self.leave(untaken.id(), untaken.epoch());
+        }
         if by.is_current() {
             by.session.state.lock().sink = None;
             self.router.remove(&by.session);
@@ -446,6 +544,11 @@ impl Replicated {
             let action = Action::Close { orderly, referenced };
             self.put(by, RequestId(0), false, action, None);
         }
+    }
+
+    /// The sessions whose clients are here.
+    pub(crate) fn router(&self) -> &Router {
+        &self.router
     }
 
     pub(crate) fn label(&self, id: SessionId) -> Option<Arc<str>> {
@@ -482,6 +585,30 @@ impl Replicated {
         self.jobs.lock().insert(id, job);
         self.give(Input::Job { id, linear });
         receiver.recv_timeout(Duration::from_secs(10)).ok().flatten()
+    }
+
+    /// Looks at all locks, a part at a time, so that others are served in between. Blocks.
+    pub(crate) fn look_at_locks<T: Send + 'static>(
+        &self,
+        mut seen: T,
+        look: impl Fn(&Store, Range<usize>, Timestamp, &mut T) + Copy + Send + 'static,
+    ) -> Option<T> {
+        let mut begin = 0;
+        loop {
+            let slots = begin..begin + SLOTS_MAX;
+            let part = self.look(begin == 0, move |machine| {
+                let store = machine.store()?;
+                let end = store.lock_slots();
+                look(store, slots.start..slots.end.min(end), machine.shown(), &mut seen);
+                Some((seen, end))
+            });
+            let end;
+            (seen, end) = part.flatten()?;
+            begin += SLOTS_MAX;
+            if begin >= end {
+                return Some(seen);
+            }
+        }
     }
 
     fn put(
@@ -788,6 +915,23 @@ impl Replicated {
 
     pub(crate) fn begin_run(&self, run: Run) {
         self.run.store(run.0, Ordering::Release);
+        self.tell_doors();
+    }
+
+    /// Where else clients find this node, for the others to know.
+    pub fn set_doors(&self, doors: Doors) {
+        *self.doors.lock() = doors;
+        if self.run.load(Ordering::Acquire) != 0 {
+            self.tell_doors();
+        }
+    }
+
+    fn tell_doors(&self) {
+        let doors = self.doors.lock().clone();
+        if doors != Doors::default() {
+            let action = Action::Doors(doors);
+            self.put_item(SessionId(0), 0, RequestId(0), false, action, None);
+        }
     }
 
     pub(crate) fn set_status(&self, status: Status) {
@@ -804,6 +948,10 @@ impl Replicated {
         view.voters = conf.voters;
         view.learners = conf.learners;
         view.policy = machine.policy().cloned();
+        view.doors = machine.doors().clone();
+        view.cluster = machine.cluster();
+        view.versions = machine.versions().clone();
+        view.version = machine.version();
     }
 
     pub(crate) fn admit(&self, peer: &Identity) -> Result<(), String> {
@@ -887,7 +1035,10 @@ impl Replicated {
                 NodeEvent::NewRun(run) => {
                     self.begin_run(run);
                     for session in self.router.all() {
-                        self.expel(&session, pokes);
+                        if let Some(sink) = session.state.lock().sink.take() {
+                            sink.cut();
+                            pokes.add(&sink);
+                        }
                     }
                 }
             }
@@ -955,6 +1106,9 @@ impl Replicated {
             }
             return;
         };
+        if let Outcome::Refused(Refusal::Unavailable | Refusal::Forgotten) = outcome {
+            self.gauges.proposals_failed.fetch_add(1, Ordering::Relaxed);
+        }
         let state = session.state.lock();
         let told = match &state.sink {
             Some(sink) => match sink.reply(request, outcome.clone()) {
@@ -995,6 +1149,13 @@ impl Replicated {
         }
     }
 
+    /// Gives a kept session back that nobody here has: it waits for its client again.
+    fn leave(&self, id: SessionId, epoch: u64) {
+        let epoch = u32::try_from(epoch).unwrap_or(u32::MAX);
+        let action = Action::Close { orderly: false, referenced: false };
+        self.put_item(id, epoch, RequestId(0), false, action, None);
+    }
+
     fn attach(
         &self,
         by: SessionId,
@@ -1007,10 +1168,20 @@ impl Replicated {
             && old.epoch.load(Ordering::SeqCst) < u64::from(epoch)
         {
             old.epoch.store(u64::from(epoch), Ordering::SeqCst);
-            self.expel(&old, pokes);
+            if let Some(sink) = old.state.lock().sink.take() {
+                sink.hand_over();
+                pokes.add(&sink);
+            }
             self.router.remove(&old);
         }
-        let Some(session) = self.router.get(by) else { return };
+        let Some(session) = self.router.get(by) else {
+            if let Some((id, epoch)) = to
+                && Run::of(by) == Run(self.run.load(Ordering::Acquire))
+            {
+                self.leave(id, u64::from(epoch));
+            }
+            return;
+        };
         let outcome = match to {
             None => Outcome::Refused(Refusal::NotHeld),
             Some((id, epoch)) => {
@@ -1040,6 +1211,7 @@ fn wait_of(command: &Command<'_>) -> Span {
         | Command::Enqueue { .. }
         | Command::Release { .. }
         | Command::Renew { .. }
+        | Command::RenewSession { .. }
         | Command::ForceRelease { .. }
         | Command::Add { .. }
         | Command::CounterSet { .. }

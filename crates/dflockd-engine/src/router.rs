@@ -1,6 +1,6 @@
 //! Sessions, and the way from an effect to whoever waits for it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,12 +21,35 @@ pub trait Sink: Send + Sync {
     fn overflow(&self);
     /// The session is no longer this sink's: finish what is written and close.
     fn close(&self);
+    /// The same because another connection has taken the session over.
+    fn hand_over(&self) {
+        self.close();
+    }
+    /// The same because this node was out of touch with the others: nobody else has taken the session over.
+    fn cut(&self) {
+        self.close();
+    }
+    /// Through which door the client came.
+    fn door(&self) -> Door {
+        Door::Line
+    }
     /// Handles what was put aside, unless somebody is at it, who will.
     fn poke(&self);
     /// The same for a sink that is nearly full: waits a little for whoever is at it.
     fn poke_patiently(&self) {
         self.poke();
     }
+}
+
+/// How a client speaks to the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Door {
+    /// The line protocol.
+    Line,
+    /// HTTP.
+    Http,
+    /// gRPC.
+    Grpc,
 }
 
 /// What became of something handed to a sink.
@@ -101,6 +124,8 @@ pub struct SessionSecret(pub [u8; 16]);
 
 pub(crate) struct Session {
     pub(crate) id: SessionId,
+    /// Through which it was opened.
+    door: Door,
     /// A bit per shard that knows the session.
     touched: [AtomicU64; 2],
     /// Raised by each attach; requests of an older one do nothing.
@@ -189,6 +214,8 @@ pub(crate) struct Router {
     parts: Vec<RwLock<HashMap<SessionId, Arc<Session>>>>,
     kept: Mutex<HashMap<SessionSecret, Arc<Session>>>,
     last_id: AtomicU64,
+    /// How many there are, by door.
+    counts: [AtomicU64; 3],
 }
 
 impl Router {
@@ -197,6 +224,7 @@ impl Router {
             parts: (0..PARTS).map(|_| RwLock::default()).collect(),
             kept: Mutex::default(),
             last_id: AtomicU64::new(0),
+            counts: Default::default(),
         }
     }
 
@@ -213,14 +241,20 @@ impl Router {
         sink: Arc<dyn Sink>,
         label: Arc<str>,
     ) -> Attachment {
+        let door = sink.door();
         let state = State { sink: Some(sink), label, secret: None, attached: None };
         let session = Arc::new(Session {
             id,
+            door,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
             epoch: AtomicU64::new(epoch),
             state: Mutex::new(state),
         });
-        self.part(id).write().insert(id, Arc::clone(&session));
+        let before = self.part(id).write().insert(id, Arc::clone(&session));
+        self.counts[door as usize].fetch_add(1, Ordering::Relaxed);
+        if let Some(before) = before {
+            self.counts[before.door as usize].fetch_sub(1, Ordering::Relaxed);
+        }
         Attachment { session, epoch }
     }
 
@@ -242,7 +276,13 @@ impl Router {
         let mut part = self.part(session.id).write();
         if part.get(&session.id).is_some_and(|known| std::ptr::eq(&**known, session)) {
             part.remove(&session.id);
+            self.counts[session.door as usize].fetch_sub(1, Ordering::Relaxed);
         }
+    }
+
+    /// How many sessions there are that were opened through a door.
+    pub(crate) fn count(&self, door: Door) -> u64 {
+        self.counts[door as usize].load(Ordering::Relaxed)
     }
 
     /// Lets a session outlive its connection.
@@ -253,6 +293,27 @@ impl Router {
 
     pub(crate) fn find_kept(&self, secret: SessionSecret) -> Option<Arc<Session>> {
         self.kept.lock().get(&secret).cloned()
+    }
+
+    /// The first sessions after `after`, in order, `limit` at most.
+    pub(crate) fn ids(&self, after: SessionId, limit: usize) -> BTreeSet<SessionId> {
+        let mut ids = BTreeSet::new();
+        for part in &self.parts {
+            let mut part: Vec<_> = part.read().keys().filter(|&&id| id > after).copied().collect();
+            part.sort_unstable();
+            ids.extend(part.into_iter().take(limit));
+            while ids.len() > limit {
+                ids.pop_last();
+            }
+        }
+        ids
+    }
+
+    /// Through which door the session's client came, if it is there.
+    pub(crate) fn door(&self, id: SessionId) -> Option<Door> {
+        let session = self.get(id)?;
+        let state = session.state.lock();
+        state.sink.as_ref().map(|sink| sink.door())
     }
 
     pub(crate) fn label(&self, id: SessionId) -> Option<Arc<str>> {

@@ -21,6 +21,8 @@
 //! that a careless log line cannot leak one.
 
 mod error_code;
+#[cfg(feature = "grpc")]
+pub mod grpc;
 mod line;
 mod op;
 mod request;

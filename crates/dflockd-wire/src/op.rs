@@ -308,6 +308,9 @@ ops! {
     EndSession b"end-session" "<session id>" "<admin token> <reason>" Long
         "ok"
         "Ends somebody's session; for administrators"
+    Cluster b"cluster" "<verb>" "<admin token> [<json>]" Long
+        "ok <json>"
+        "Looks after a cluster: members, policy, snapshots, backups; for administrators"
 }
 
 #[cfg(test)]
@@ -326,7 +329,7 @@ mod tests {
             assert!(names.insert(spec.name), "{} twice", spec.name);
             assert!(!spec.summary.is_empty() && !spec.summary.ends_with('.'), "{}", spec.name);
         }
-        assert_eq!(OPS.len(), 58);
+        assert_eq!(OPS.len(), 59);
     }
 
     #[test]

@@ -140,6 +140,8 @@ pub enum Request<'a> {
     ForceRelease { key: &'a [u8], token: &'a [u8], space: Space, fence: u64, reason: &'a str },
     /// `end-session`. The token is the administrator's.
     EndSession { session: u64, token: &'a [u8], reason: &'a str },
+    /// `cluster`. The token is the administrator's; what the verb needs stands in the JSON, which may be empty.
+    Cluster { verb: &'a str, token: &'a [u8], json: &'a str },
 }
 
 /// Why a frame is no request. Shows nothing of the frame, so it can go into any log.
@@ -244,6 +246,7 @@ impl<'a> Request<'a> {
             Op::Ls => ls(key, arg),
             Op::ForceRelease => force_release(key, arg),
             Op::EndSession => end_session(key, arg),
+            Op::Cluster => cluster(key, arg),
         }
     }
 
@@ -308,6 +311,7 @@ impl<'a> Request<'a> {
             Self::Ls { .. } => Op::Ls,
             Self::ForceRelease { .. } => Op::ForceRelease,
             Self::EndSession { .. } => Op::EndSession,
+            Self::Cluster { .. } => Op::Cluster,
         }
     }
 
@@ -338,6 +342,7 @@ impl<'a> Request<'a> {
             | Self::Ls { prefix: b"", .. } => b"_",
             Self::StableRef { reference } => reference.as_bytes(),
             Self::Hello { name, .. } => name.as_bytes(),
+            Self::Cluster { verb, .. } => verb.as_bytes(),
             Self::Acquire { key, .. }
             | Self::Release { key, .. }
             | Self::Renew { key, .. }
@@ -471,6 +476,13 @@ impl<'a> Request<'a> {
                 out.extend_from_slice(token);
                 out.push(b' ');
                 out.extend_from_slice(reason.as_bytes());
+            }
+            Self::Cluster { token, json, .. } => {
+                out.extend_from_slice(token);
+                if !json.is_empty() {
+                    out.push(b' ');
+                    out.extend_from_slice(json.as_bytes());
+                }
             }
         }
     }
@@ -696,6 +708,16 @@ fn end_session<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
         return Err(ParseError::new(8, "not an admin token and a reason"));
     }
     Ok(Request::EndSession { session, token, reason: check_reason(reason)? })
+}
+
+fn cluster<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
+    let verb = ascii(line, 32, |byte| byte.is_ascii_lowercase() || byte == b'-')
+        .ok_or(ParseError::new(5, "key is not a verb"))?;
+    let (token, json) = split_field(arg);
+    if token.is_empty() {
+        return Err(ParseError::new(8, "no admin token"));
+    }
+    Ok(Request::Cluster { verb, token, json: check_reason(json)? })
 }
 
 /// Whether `key` can name something: not empty, no white space, no end of line.

@@ -366,7 +366,8 @@ const fn answer(op: Op) -> Answer {
         | Op::Blpop
         | Op::Brpop
         | Op::Inspect
-        | Op::Ls => Answer::Value,
+        | Op::Ls
+        | Op::Cluster => Answer::Value,
     }
 }
 

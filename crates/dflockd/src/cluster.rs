@@ -8,14 +8,37 @@ use dflockd_engine::replica::driver::{ClusterOptions, Formation};
 use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
-use dflockd_engine::replica::types::Policy;
+use dflockd_engine::replica::types::{Doors, Policy};
 use dflockd_engine::{Clock, Replicated};
 
-use crate::config::{self, ClusterConfig, Config};
+use crate::config::{self, ClusterConfig, Config, HostPort};
 use crate::service::{limits, span};
 
 /// How many past events every member keeps for watches that resume.
 const EVENTS_MAX: u64 = 10_000;
+
+/// Where others find the doors that this node has besides the line protocol.
+pub(crate) fn doors(
+    config: &Config,
+    cluster: &ClusterConfig,
+    http: Option<SocketAddr>,
+    grpc: Option<SocketAddr>,
+) -> Doors {
+    let door = |bound: Option<SocketAddr>, advertised: &Option<HostPort>| match bound {
+        None => String::new(),
+        Some(bound) => match (advertised, &cluster.advertise_addr) {
+            (Some(addr), _) => addr.to_string(),
+            (None, Some(addr)) if bound.ip().is_unspecified() => {
+                HostPort { host: addr.host.clone(), port: bound.port() }.to_string()
+            }
+            (None, _) => bound.to_string(),
+        },
+    };
+    Doors {
+        http: door(http, &config.http_advertise_addr),
+        grpc: door(grpc, &config.grpc_advertise_addr),
+    }
+}
 
 /// Opens the data directory and begins to take part.
 pub(crate) async fn start(

@@ -34,9 +34,6 @@ const TOKEN_BYTES_MAX: usize = 65_536;
 /// The shortest secret between nodes: whoever guesses it can write into the log.
 const RAFT_TOKEN_BYTES_MIN: usize = 32;
 
-/// The longest PEM file: chains and authorities are far shorter, a wrong path may not be.
-const PEM_BYTES_MAX: usize = 1 << 20;
-
 /// Counts are 63 bits wide, so that sums of two of them cannot overflow.
 const COUNT_MAX: u64 = i64::MAX as u64;
 
@@ -134,7 +131,7 @@ settings! {
     /// TCP bind address.
     host: String = Text, "host", "DFLOCKD_HOST", "127.0.0.1";
     /// TCP port.
-    port: u16 = Port, "port", "DFLOCKD_PORT", "6388";
+    port: u16 = Port { zero: "chosen by the system" }, "port", "DFLOCKD_PORT", "6388";
     /// Lease of a lock whose client asks for none.
     default_lease_ttl: Duration = Seconds { min: 1, zero: "" },
         "default-lease-ttl", "DFLOCKD_DEFAULT_LEASE_TTL_S", "33";
@@ -166,7 +163,8 @@ settings! {
     max_waiters: u64 = UNLIMITED, "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
     max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "0";
-    /// Threads that serve connections. Most of the work is the kernel's, which needs the other cores.
+    /// Threads that serve connections, and as many again for HTTP. Most of the work is the kernel's, which needs the
+    /// other cores.
     worker_threads: u64 = Count { min: 0, max: 1024, zero: "half of the cores" },
         "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
     /// Time a client has for each line of a request it has begun, and for the TLS handshake.
@@ -206,12 +204,54 @@ settings! {
     tls_cert: Option<PathBuf> = FilePath, "tls-cert", "DFLOCKD_TLS_CERT", "";
     /// PEM file with the private key (needs --tls-cert).
     tls_key: Option<PathBuf> = FilePath, "tls-key", "DFLOCKD_TLS_KEY", "";
+    /// HTTP port; must differ from --port.
+    http_port: u16 = Port { zero: "off" }, "http-port", "DFLOCKD_HTTP_PORT", "0";
+    /// HTTP bind address.
+    http_host: Option<String> = Optional(Text),
+        "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
+    /// Idle unit of an HTTP session, told to clients: it ends when it was unused for more than twice
+    /// this.
+    http_session_idle_timeout: Duration = Seconds { min: 0, zero: "never" },
+        "http-session-idle-timeout", "DFLOCKD_HTTP_SESSION_IDLE_S", "20";
+    /// Most open HTTP sessions; an event stream counts as one.
+    http_max_sessions: u64 = UNLIMITED, "http-max-sessions", "DFLOCKD_HTTP_MAX_SESSIONS", "0";
+    /// Most open HTTP sessions of one source address.
+    http_max_sessions_per_ip: u64 = UNLIMITED,
+        "http-max-sessions-per-ip", "DFLOCKD_HTTP_MAX_SESSIONS_PER_IP", "0";
+    /// Most HTTP connections of one source address.
+    http_max_connections_per_ip: u64 = UNLIMITED,
+        "http-max-connections-per-ip", "DFLOCKD_HTTP_MAX_CONNECTIONS_PER_IP", "0";
+    /// HTTP requests per second of one source address.
+    http_rate_limit_per_ip: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+        "http-rate-limit-per-ip", "DFLOCKD_HTTP_RATE_LIMIT_PER_IP", "0";
+    /// HTTP requests of one source address that may come at once.
+    http_rate_limit_burst: u64 = Count { min: 0, max: COUNT_MAX, zero: "same as the rate" },
+        "http-rate-limit-burst", "DFLOCKD_HTTP_RATE_LIMIT_BURST", "0";
+    /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
+    http_cors_allowed_origins: Vec<String> = Origins,
+        "http-cors-allowed-origins", "DFLOCKD_HTTP_CORS_ALLOWED_ORIGINS", "";
+    /// How often a comment is written to event streams, so that proxies keep them open; must be below
+    /// --http-session-idle-timeout. Left at its default it adapts to a shorter idle timeout.
+    http_sse_ping_interval: Duration = Seconds { min: 0, zero: "none" },
+        "http-sse-ping-interval", "DFLOCKD_HTTP_SSE_PING_S", "15";
+    /// gRPC port; must differ from --port and --http-port. Its caps are those of HTTP, counted apart.
+    grpc_port: u16 = Port { zero: "off" }, "grpc-port", "DFLOCKD_GRPC_PORT", "0";
+    /// gRPC bind address.
+    grpc_host: Option<String> = Optional(Text),
+        "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
     /// Refuse to start without an auth token.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
     /// Form of the log lines on stderr.
     log_format: LogFormat = LOG_FORMAT, "log-format", "DFLOCKD_LOG_FORMAT", "text";
     /// Log at level DEBUG.
     debug: bool = Switch, "debug", "DFLOCKD_DEBUG", "false";
+    /// Where traces are sent: a collector that takes OTLP over gRPC.
+    otlp_endpoint: Option<String> = Optional(Endpoint),
+        "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
+    /// Share of the traces that begin here and are sent, in percent. Clients whose requests belong to
+    /// a trace decide about that themselves.
+    otlp_sample_percent: u64 = Count { min: 0, max: 100, zero: "only those of clients" },
+        "otlp-sample-percent", "DFLOCKD_OTLP_SAMPLE_PERCENT", "10" needs "otlp-endpoint";
     /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
     raft_dir: Option<PathBuf> = FilePath, "raft-dir", "DFLOCKD_RAFT_DIR", "";
     /// Name of this node, never used again after its removal; required in replicated mode.
@@ -225,6 +265,12 @@ settings! {
     /// --cluster-peers.
     advertise_addr: Option<HostPort> = Optional(Address { dialled: true }),
         "advertise-addr", "DFLOCKD_ADVERTISE_ADDR", "host:port" needs "raft-dir";
+    /// HTTP address told to others.
+    http_advertise_addr: Option<HostPort> = Optional(Address { dialled: true }),
+        "http-advertise-addr", "DFLOCKD_HTTP_ADVERTISE_ADDR", "http-host:http-port" needs "raft-dir";
+    /// gRPC address told to others.
+    grpc_advertise_addr: Option<HostPort> = Optional(Address { dialled: true }),
+        "grpc-advertise-addr", "DFLOCKD_GRPC_ADVERTISE_ADDR", "grpc-host:grpc-port" needs "raft-dir";
     /// All nodes of a new cluster, the same list on each, this node among them. A node with state on
     /// disk takes the list as a hint only.
     cluster_peers: Vec<PeerSpec> = Peers,
@@ -523,45 +569,6 @@ pub struct RaftTls {
     pub ca: PathBuf,
 }
 
-impl RaftTls {
-    /// Reads the three files; whether they fit together is not looked at.
-    pub fn read(&self) -> Result<RaftPem, ConfigError> {
-        let read = |flag: &str, path: &Path| {
-            let content = read_file(path, PEM_BYTES_MAX + 1).map_err(|error| {
-                ConfigError(format!("{flag}: cannot read {}: {error}", path.display()))
-            })?;
-            if content.len() > PEM_BYTES_MAX {
-                return refuse(format!(
-                    "{flag}: {} is longer than {PEM_BYTES_MAX} bytes",
-                    path.display()
-                ));
-            }
-            Ok(content)
-        };
-        Ok(RaftPem {
-            cert: read("--raft-tls-cert", &self.cert)?.to_vec(),
-            key: read("--raft-tls-key", &self.key)?,
-            ca: read("--raft-tls-ca", &self.ca)?.to_vec(),
-        })
-    }
-}
-
-/// The content of the files in [`RaftTls`], in PEM form.
-pub struct RaftPem {
-    /// The chain, this node's own certificate first.
-    pub cert: Vec<u8>,
-    /// The private key of this node.
-    pub key: Zeroizing<Vec<u8>>,
-    /// The authorities that sign the certificates of the nodes.
-    pub ca: Vec<u8>,
-}
-
-impl fmt::Debug for RaftPem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("RaftPem(..)")
-    }
-}
-
 impl Config {
     /// Reads the command line (without the name of the program) and the environment.
     ///
@@ -625,6 +632,23 @@ impl Config {
             (Some(_), None) => return refuse("--tls-cert needs --tls-key"),
             (None, Some(_)) => return refuse("--tls-key needs --tls-cert"),
             (Some(_), Some(_)) | (None, None) => (),
+        }
+        if self.http_port != 0 && self.http_port == self.port {
+            return refuse(format!("--http-port must differ from --port (got {})", self.port));
+        }
+        let others = [("--port", self.port), ("--http-port", self.http_port)];
+        for (flag, port) in others.into_iter().filter(|_| self.grpc_port != 0) {
+            if port == self.grpc_port {
+                return refuse(format!("--grpc-port must differ from {flag} (got {port})"));
+            }
+        }
+        let (ping, idle) = (self.http_sse_ping_interval, self.http_session_idle_timeout);
+        if self.is_given("http-sse-ping-interval") && !idle.is_zero() && ping >= idle {
+            return refuse(format!(
+                "--http-sse-ping-interval must be below --http-session-idle-timeout, {} (got {})",
+                idle.as_secs(),
+                ping.as_secs()
+            ));
         }
         if self.require_auth && self.auth_token.is_none() {
             return refuse("--require-auth needs --auth-token or --auth-token-file");
@@ -768,6 +792,24 @@ impl Config {
         }
     }
 
+    /// Where the HTTP interface binds, if it is on.
+    pub fn http_address(&self) -> Option<(&str, u16)> {
+        let host = self.http_host.as_ref().unwrap_or(&self.host);
+        (self.http_port != 0).then_some((host.as_str(), self.http_port))
+    }
+
+    /// Where the gRPC interface binds, if it is on.
+    pub fn grpc_address(&self) -> Option<(&str, u16)> {
+        let host = self.grpc_host.as_ref().unwrap_or(&self.host);
+        (self.grpc_port != 0).then_some((host.as_str(), self.grpc_port))
+    }
+
+    /// How often a comment is written to event streams; zero is never.
+    pub fn sse_ping(&self) -> Duration {
+        let (ping, idle) = (self.http_sse_ping_interval, self.http_session_idle_timeout);
+        if !idle.is_zero() && ping >= idle { idle / 2 } else { ping }
+    }
+
     /// What the operator should know although the server starts.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = self.notes.clone();
@@ -778,28 +820,7 @@ impl Config {
                 self.max_value_bytes
             ));
         }
-        if !is_loopback(&self.host) {
-            let limits = [
-                ("--max-connections", self.max_connections),
-                ("--max-connections-per-ip", self.max_connections_per_ip),
-                ("--max-waiters", self.max_waiters),
-            ];
-            let open: Vec<_> = limits.iter().filter(|(_, max)| *max == 0).map(|l| l.0).collect();
-            if !open.is_empty() {
-                warnings.push(format!(
-                    "--host {} is not a loopback address and these limits are unlimited: {}",
-                    self.host,
-                    open.join(", ")
-                ));
-            }
-            if self.auth_token.is_none() {
-                warnings.push(format!(
-                    "--host {} is not a loopback address and there is no auth token: \
-                     anyone who can reach the port can take and release locks",
-                    self.host
-                ));
-            }
-        }
+        warnings.extend(self.warnings_of_open_addresses());
         if let Some(cluster) = &self.cluster {
             if cluster.secret.is_some() && self.raft_auth_token.is_none() {
                 warnings.push(
@@ -819,6 +840,42 @@ impl Config {
                     self.host
                 ));
             }
+        }
+        warnings
+    }
+
+    /// What is not protected although others than this machine can reach it.
+    fn warnings_of_open_addresses(&self) -> Vec<String> {
+        let line = Some(("--host", self.host.as_str())).filter(|(_, host)| !is_loopback(host));
+        let http = self.http_address().map(|(host, _)| ("--http-host", host));
+        let http = http.filter(|(_, host)| !is_loopback(host));
+        let grpc = self.grpc_address().map(|(host, _)| ("--grpc-host", host));
+        let grpc = grpc.filter(|(_, host)| !is_loopback(host));
+        let web = http.or(grpc);
+        let Some((flag, host)) = line.or(web) else { return Vec::new() };
+        let limits = [
+            (line.is_some(), "--max-connections", self.max_connections),
+            (line.is_some(), "--max-connections-per-ip", self.max_connections_per_ip),
+            (true, "--max-waiters", self.max_waiters),
+            (web.is_some(), "--http-max-sessions", self.http_max_sessions),
+            (web.is_some(), "--http-max-sessions-per-ip", self.http_max_sessions_per_ip),
+            (web.is_some(), "--http-max-connections-per-ip", self.http_max_connections_per_ip),
+            (http.is_some(), "--http-rate-limit-per-ip", self.http_rate_limit_per_ip),
+        ];
+        let open = limits.iter().filter(|(reachable, _, max)| *reachable && *max == 0);
+        let open: Vec<_> = open.map(|limit| limit.1).collect();
+        let mut warnings = Vec::new();
+        if !open.is_empty() {
+            warnings.push(format!(
+                "{flag} {host} is not a loopback address and these limits are unlimited: {}",
+                open.join(", ")
+            ));
+        }
+        if self.auth_token.is_none() {
+            warnings.push(format!(
+                "{flag} {host} is not a loopback address and there is no auth token: \
+                 anyone who can reach the port can take and release locks"
+            ));
         }
         warnings
     }
@@ -844,13 +901,6 @@ impl Config {
             Some(source) => source.read().map(Some),
             None => Ok(self.cluster.as_ref().and_then(|cluster| cluster.secret.clone())),
         }
-    }
-
-    /// The files of TLS between nodes as they are now. On an error the old ones should stay in
-    /// force.
-    pub fn reload_raft_tls(&self) -> Result<Option<RaftPem>, ConfigError> {
-        let tls = self.cluster.as_ref().and_then(|cluster| cluster.tls.as_ref());
-        tls.map(RaftTls::read).transpose()
     }
 }
 
@@ -1163,22 +1213,26 @@ impl Rule for Count {
     }
 }
 
-/// A TCP port; 0 lets the system choose.
-struct Port;
+/// A TCP port; `zero` as in [`Count`].
+struct Port {
+    zero: &'static str,
+}
 
 impl Port {
-    const RANGE: Count = Count { min: 0, max: u16::MAX as u64, zero: "chosen by the system" };
+    fn range(&self) -> Count {
+        Count { min: 0, max: u16::MAX.into(), zero: self.zero }
+    }
 }
 
 impl Rule for Port {
     type Value = u16;
 
     fn valid(&self) -> String {
-        Self::RANGE.valid()
+        self.range().valid()
     }
 
     fn parse_flag(&self, text: &str) -> Result<u16, Problem> {
-        let port = Self::RANGE.parse_flag(text)?;
+        let port = self.range().parse_flag(text)?;
         Ok(u16::try_from(port).expect("the range ends at the largest port"))
     }
 }
@@ -1510,6 +1564,65 @@ impl Rule for Peers {
     }
 }
 
+/// Where pages come from, as browsers write it: `scheme://host[:port]`, or `*`.
+struct Origins;
+
+impl Rule for Origins {
+    type Value = Vec<String>;
+
+    fn valid(&self) -> String {
+        "`scheme://host:port,…` or `*`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
+        let mut origins = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let origin = entry.trim_ascii();
+            let host = origin.split_once("://").map(|(_, host)| host);
+            // A path or a slash at the end would never match: browsers send neither.
+            let is_origin = host.is_some_and(|host| !host.is_empty() && !host.contains('/'));
+            if !(origin == "*" || is_origin && origin.bytes().all(|b| b.is_ascii_graphic())) {
+                let number = index + 1;
+                let rule = format!("entry {number} must be scheme://host:port or *");
+                return Err(Problem::Malformed(rule));
+            }
+            origins.push(origin.to_ascii_lowercase());
+        }
+        Ok(origins)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
+        Ok(Vec::new())
+    }
+}
+
+/// Where a collector is.
+struct Endpoint;
+
+impl Rule for Endpoint {
+    type Value = String;
+
+    fn valid(&self) -> String {
+        "`http://host:port` or `https://host:port`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
+        let uri = text.parse::<axum::http::Uri>().ok();
+        let is_endpoint = uri.is_some_and(|uri| {
+            let known = matches!(uri.scheme_str(), Some("http" | "https"));
+            // A password in it would be shown wherever settings are.
+            let named = uri.authority().is_some_and(|at| !at.as_str().contains('@'));
+            known && named && uri.host().is_some_and(|host| !host.is_empty())
+        });
+        if !is_endpoint {
+            return Err(Problem::Malformed(
+                "must be http://host:port or https://host:port".to_owned(),
+            ));
+        }
+        Ok(text.to_owned())
+    }
+}
+
 fn find(flag: &str) -> Option<&'static Setting> {
     settings().iter().find(|setting| setting.flag == flag)
 }
@@ -1545,7 +1658,9 @@ fn command() -> Command {
         .override_usage("dflockd [flags]")
         .after_help(
             "A flag wins over its variable, an empty variable counts as not set. One dash is as\n\
-             good as two, and --no-<flag> switches a boolean off.",
+             good as two, and --no-<flag> switches a boolean off.\n\n\
+             For the data directory of a node that does not run: dflockd inspect-data,\n\
+             dflockd restore and dflockd force-new, each with a --help of its own.",
         )
         .no_binary_name(true)
         .disable_help_flag(true)
@@ -1765,6 +1880,12 @@ mod tests {
         assert!(c.replicated().is_none() && c.raft_dir.is_none() && c.raft_auth_token.is_none());
         assert!(!c.debug && !c.wire_fence && !c.shared_key_namespace && !c.kv_idle_gc);
         assert!(!c.require_auth);
+        assert_eq!((c.http_port, c.http_host.as_ref(), c.http_address()), (0, None, None));
+        assert_eq!(c.http_session_idle_timeout, Duration::from_secs(20));
+        assert_eq!((c.http_max_sessions, c.http_max_sessions_per_ip), (0, 0));
+        assert_eq!((c.http_max_connections_per_ip, c.http_rate_limit_per_ip), (0, 0));
+        assert_eq!((c.http_rate_limit_burst, c.http_cors_allowed_origins.len()), (0, 0));
+        assert_eq!(c.sse_ping(), Duration::from_secs(15));
         assert_eq!(c.log_format, LogFormat::Text);
         assert_eq!((c.tls_cert.as_ref(), c.tls_key.as_ref()), (None, None));
         assert!(c.auth_token.is_none() && c.admin_token.is_none());
@@ -1836,8 +1957,9 @@ mod tests {
         refused(&["-"], &[], r#"unexpected argument "-""#);
         refused(&["--", "x"], &[], r#"unexpected argument "x""#);
         refused(&["--", "--debug"], &[], "unknown flag --debug");
-        refused(&["--http-port", "80"], &[], "unknown flag --http-port");
-        refused(&["--grpc-port", "80"], &[], "unknown flag --grpc-port");
+        refused(&["--webhook", "80"], &[], "unknown flag --webhook");
+        let near = "unknown flag --htp-port (did you mean --http-port?)";
+        refused(&["--htp-port", "80"], &[], near);
         refused(&["--replication-role", "primary"], &[], "unknown flag --replication-role");
         refused(&["--no-host"], &[], "unknown flag --no-host");
         refused(&["--no-debug=true"], &[], "unknown flag --no-debug (did you mean --debug?)");
@@ -1886,13 +2008,16 @@ mod tests {
         let token = TokenFile::new("every", SECRET.as_bytes());
         for setting in settings() {
             let value = match setting.flag {
-                "host" => "localhost",
+                "host" | "http-host" | "grpc-host" => "localhost",
+                "http-cors-allowed-origins" => "https://a.example",
+                "otlp-endpoint" => "http://a.example:4317",
                 "log-format" => "json",
                 "auto-release" => "lease",
                 "follower-mode" => "forward",
                 "tls-cert" | "tls-key" | "fence-state-file" => "/x",
                 "raft-dir" | "raft-tls-cert" | "raft-tls-key" | "raft-tls-ca" => "/x",
                 "raft-addr" | "advertise-addr" => "127.0.0.1:9",
+                "http-advertise-addr" | "grpc-advertise-addr" => "127.0.0.1:9",
                 "node-id" => "m",
                 "cluster-peers" => "n=a:1@a:2,m=b:1@b:2",
                 "auth-token" | "admin-token" => "t",
@@ -1909,6 +2034,7 @@ mod tests {
             // Some stand only together with others.
             let company: Env<'_> = match setting.flag {
                 "tls-cert" | "tls-key" => &[("DFLOCKD_TLS_KEY", "/y"), ("DFLOCKD_TLS_CERT", "/y")],
+                "otlp-sample-percent" => &[("DFLOCKD_OTLP_ENDPOINT", "http://b.example")],
                 "raft-dir" => REPLICATED,
                 _ if setting.needs == "raft-dir" => REPLICATED,
                 _ => &[],
@@ -2259,6 +2385,8 @@ mod tests {
             ("node-id", "n1"),
             ("raft-addr", "a:1"),
             ("advertise-addr", "a:1"),
+            ("http-advertise-addr", "a:1"),
+            ("grpc-advertise-addr", "a:1"),
             ("cluster-peers", "n1=a:1@a:2"),
             ("cluster-bootstrap", "true"),
             ("witness", "true"),
@@ -2414,35 +2542,6 @@ mod tests {
             &[("DFLOCKD_RAFT_TLS_CA", "/a")],
         ];
         assert_eq!(config(&[], &env.concat()).replicated().unwrap().tls, Some(expected));
-    }
-
-    #[test]
-    fn tls_files_are_read_again() {
-        let [cert, key, ca] = [("raft-cert", "C1"), ("raft-key", "K1"), ("raft-ca", "A1")]
-            .map(|(name, content)| TokenFile::new(name, content.as_bytes()));
-        let args = [
-            ["--raft-tls-cert", cert.path()],
-            ["--raft-tls-key", key.path()],
-            ["--raft-tls-ca", ca.path()],
-        ];
-        let node = config(&args.concat(), NODE);
-        std::fs::write(&key.0, "K2").unwrap();
-        let pem = node.reload_raft_tls().unwrap().unwrap();
-        assert_eq!(
-            (&pem.cert[..], &pem.key[..], &pem.ca[..]),
-            (&b"C1"[..], &b"K2"[..], &b"A1"[..])
-        );
-        assert_eq!(format!("{pem:?}"), "RaftPem(..)");
-        std::fs::write(&ca.0, vec![b'x'; PEM_BYTES_MAX + 1]).unwrap();
-        assert_eq!(
-            node.reload_raft_tls().unwrap_err().to_string(),
-            format!("--raft-tls-ca: {} is longer than 1048576 bytes", ca.path())
-        );
-        let missing = ["--raft-tls-cert=/nonexistent/c", "--raft-tls-key=k", "--raft-tls-ca=a"];
-        let error = config(&missing, NODE).reload_raft_tls().unwrap_err().to_string();
-        assert!(error.starts_with("--raft-tls-cert: cannot read /nonexistent/c: "), "{error}");
-        assert!(config(&[], NODE).reload_raft_tls().unwrap().is_none());
-        assert!(Config::default().reload_raft_tls().unwrap().is_none());
     }
 
     #[test]
@@ -2612,7 +2711,7 @@ mod tests {
                 assert!(help.contains(&format!("--{}", setting.flag)), "{help}");
                 assert!(help.contains(setting.env) && help.contains(setting.meaning), "{help}");
             }
-            assert!(help.contains("--version") && !help.contains("http"), "{help}");
+            assert!(help.contains("--version") && !help.contains('`'), "{help}");
         }
         check(&["--help=false", "--debug"], &[], Ok((debug, true)));
         refused(&["--help=x"], &[], r#"--help must be a boolean (got "x")"#);
@@ -2637,15 +2736,91 @@ mod tests {
     }
 
     #[test]
+    fn the_http_interface() {
+        let both = config(&["--http-port=8080", "--host=10.0.0.1", "--auth-token=t"], &[]);
+        assert_eq!(both.http_address(), Some(("10.0.0.1", 8080)));
+        assert_eq!(
+            both.warnings(),
+            ["--host 10.0.0.1 is not a loopback address and these limits are unlimited: \
+              --max-connections, --max-connections-per-ip, --max-waiters, --http-max-sessions, \
+              --http-max-sessions-per-ip, --http-max-connections-per-ip, --http-rate-limit-per-ip"]
+        );
+        let http = config(&["--http-port=8080", "--http-host=::", "--max-waiters=1"], &[]);
+        assert_eq!(http.http_address(), Some(("::", 8080)));
+        let warnings = http.warnings();
+        assert_eq!(warnings.len(), 2);
+        assert_eq!(
+            warnings[0],
+            "--http-host :: is not a loopback address and these limits are unlimited: \
+             --http-max-sessions, --http-max-sessions-per-ip, --http-max-connections-per-ip, \
+             --http-rate-limit-per-ip"
+        );
+        assert!(config(&["--http-host=::"], &[]).warnings().is_empty());
+        refused(&["--http-port=6388"], &[], "--http-port must differ from --port (got 6388)");
+        config(&["--http-port=0", "--port=0"], &[]);
+        let short = config(&["--http-session-idle-timeout=5"], &[]);
+        assert_eq!(short.sse_ping(), Duration::from_millis(2500));
+        refused(
+            &["--http-session-idle-timeout=5", "--http-sse-ping-interval=5"],
+            &[],
+            "--http-sse-ping-interval must be below --http-session-idle-timeout, 5 (got 5)",
+        );
+        let none = ["--http-session-idle-timeout=5", "--http-sse-ping-interval=0"];
+        assert_eq!(config(&none, &[]).sse_ping(), Duration::ZERO);
+        let idle = ["--http-session-idle-timeout=0", "--http-sse-ping-interval=60"];
+        assert_eq!(config(&idle, &[]).sse_ping(), Duration::from_secs(60));
+    }
+
+    #[test]
+    fn the_grpc_interface() {
+        let both = config(&["--grpc-port=8081", "--host=10.0.0.1", "--auth-token=t"], &[]);
+        assert_eq!(both.grpc_address(), Some(("10.0.0.1", 8081)));
+        let here = config(&["--grpc-port=8081", "--grpc-host=::1"], &[]);
+        assert_eq!(here.grpc_address(), Some(("::1", 8081)));
+        let open = config(&["--grpc-port=8081", "--grpc-host=::", "--auth-token=t"], &[]);
+        assert_eq!(
+            open.warnings(),
+            ["--grpc-host :: is not a loopback address and these limits are unlimited: \
+              --max-waiters, --http-max-sessions, --http-max-sessions-per-ip, \
+              --http-max-connections-per-ip"]
+        );
+        refused(&["--grpc-port=6388"], &[], "--grpc-port must differ from --port (got 6388)");
+        let both = ["--grpc-port=81", "--http-port=81"];
+        refused(&both, &[], "--grpc-port must differ from --http-port (got 81)");
+    }
+
+    #[test]
+    fn origins() {
+        let given = ["--http-cors-allowed-origins", "https://A.example, http://b:81"];
+        let origins = config(&given, &[]).http_cors_allowed_origins;
+        assert_eq!(origins, ["https://a.example", "http://b:81"]);
+        for (wrong, number) in [("a.example", 1), ("*,", 2), ("http://a/", 1), ("http://", 1)] {
+            refused(
+                &["--http-cors-allowed-origins", wrong],
+                &[],
+                &format!(
+                    "--http-cors-allowed-origins entry {number} must be scheme://host:port or * \
+                     (got {wrong:?})"
+                ),
+            );
+        }
+    }
+
+    #[test]
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 53);
+        assert_eq!(settings.len(), 67);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);
             assert!(setting.env.starts_with("DFLOCKD_") && setting.meaning.ends_with('.'));
-            let stem = setting.flag.to_uppercase().replace('-', "_");
+            let stem = match setting.flag {
+                // Two that upstream shortened.
+                "http-session-idle-timeout" => "HTTP_SESSION_IDLE".to_owned(),
+                "http-sse-ping-interval" => "HTTP_SSE_PING".to_owned(),
+                flag => flag.to_uppercase().replace('-', "_"),
+            };
             let unit = if setting.valid.starts_with("seconds") { "_S" } else { "" };
             assert_eq!(setting.env, format!("DFLOCKD_{stem}{unit}"));
             assert!(settings[..index].iter().all(|other| other.env != setting.env));

@@ -11,13 +11,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use dflockd_core::{Command, Outcome, Push, RequestId, SessionId, Span, Timestamp};
+use dflockd_core::{Command, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp};
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Attaching, Attachment, Place, Pokes, Pushed, SessionSecret, Submitted};
+use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, Pushed, SessionSecret, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 use parking_lot::Mutex;
 
 use crate::config::FollowerMode;
+use crate::operate::{self, Backup};
 use crate::report;
 use crate::service::Service;
 use crate::translate::{self, Asked, Wishes};
@@ -72,6 +73,8 @@ pub struct Inbox {
     /// Too slow: nothing more is told.
     overflowed: AtomicBool,
     closing: AtomicBool,
+    /// Another connection has the session now, as far as anybody knows.
+    taken_over: AtomicBool,
     /// One of the two has just been set.
     ending: AtomicBool,
     closed: AtomicBool,
@@ -119,6 +122,12 @@ impl Inbox {
 
     /// The session is no longer this connection's.
     pub fn close(&self) {
+        self.taken_over.store(true, Ordering::Relaxed);
+        self.cut();
+    }
+
+    /// The connection ends; the session may go on elsewhere.
+    pub fn cut(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.ending.store(true, Ordering::Release);
     }
@@ -192,6 +201,8 @@ pub struct Connection {
     unwritten: VecDeque<(usize, Place, Outcome)>,
     /// Requests wait only for the output to be written.
     held_back: bool,
+    /// What an operator of a cluster fetches piece by piece.
+    backup: Option<Arc<Backup>>,
     deadlines: Deadlines,
     now: Timestamp,
 }
@@ -269,6 +280,7 @@ impl Connection {
             frames: 0,
             unwritten: VecDeque::new(),
             held_back: false,
+            backup: None,
             deadlines: Deadlines::default(),
             now,
         };
@@ -324,7 +336,7 @@ impl Connection {
         }
         let had_messages = self.print_messages();
         if ending {
-            if self.kept {
+            if self.kept && self.inbox.taken_over.load(Ordering::Relaxed) {
                 // So that the client does not take back what another connection has taken over.
                 self.output.extend_from_slice(b"detached\n");
             }
@@ -370,8 +382,14 @@ impl Connection {
             return;
         }
         self.draining = true;
+        let goes_on = self.kept && self.numbered && self.service.engine.replicated().is_some();
         for (request, open) in waiting {
             match open.place {
+                // The session goes on through another member, with its places in queues, and the client asks again
+                // there.
+                Some(_) if goes_on => {
+                    self.take_open(request);
+                }
                 // What comes of it arrives in the inbox, behind a log later: the end of the wait, or what came first.
                 Some(place) => self.service.engine.cancel(&self.me, request, place, pokes),
                 None => {
@@ -666,6 +684,7 @@ impl Connection {
     }
 
     fn refuse_stranger(&mut self) {
+        self.service.metrics.auth_failed(Door::Line);
         tracing::warn!(peer = %self.peer, conn = self.me.id().0, "authentication failed");
         self.respond(None, &Response::Error(ErrorCode::Auth));
         self.phase = Phase::Closing(self.now + AUTH_PAUSE);
@@ -686,6 +705,7 @@ impl Connection {
         request: &Request<'_>,
         pokes: &mut Pokes,
     ) {
+        self.service.metrics.line_request(op);
         if let Some(leader) = self.elsewhere(op) {
             return self.respond(number, &Response::NotLeader(leader.as_deref()));
         }
@@ -696,9 +716,13 @@ impl Connection {
         {
             return self.respond(number, &Response::Error(ErrorCode::Error));
         }
-        if let Request::ForceRelease { token, .. } | Request::EndSession { token, .. } = *request
+        if let Request::ForceRelease { token, .. }
+        | Request::EndSession { token, .. }
+        | Request::Cluster { token, .. } = *request
+            && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
             && !self.is_admin(token)
         {
+            self.service.metrics.auth_failed(Door::Line);
             tracing::warn!(peer = %self.peer, conn = self.me.id().0, "admin authentication failed");
             self.respond(number, &Response::Error(ErrorCode::Auth));
             self.phase = Phase::Closing(self.now + AUTH_PAUSE);
@@ -740,7 +764,7 @@ impl Connection {
     /// Where the client should ask instead, if it should.
     fn elsewhere(&self, op: Op) -> Option<Option<String>> {
         let member = self.service.engine.replicated()?;
-        if matches!(op, Op::Auth | Op::Ping | Op::Stats) {
+        if matches!(op, Op::Auth | Op::Ping | Op::Stats | Op::Cluster) {
             return None;
         }
         if member.is_witness() {
@@ -832,6 +856,15 @@ impl Connection {
                 );
                 self.settle(op, id, number, None, submitted);
             }
+            Request::Cluster { verb, json, .. } => {
+                let backup = Arc::clone(self.backup.get_or_insert_default());
+                let (verb, json) = (verb.to_owned(), json.to_owned());
+                let (by, peer) = (self.me.id().0, Arc::clone(&self.peer));
+                self.make_text(id, op, move |service| {
+                    let answer = operate::serve(service, &verb, &json, by, &peer, &backup);
+                    Text::Value(answer.to_string().into_bytes().into())
+                });
+            }
             // `auth` when it is not due, `cancel` and `ack` without numbers.
             _ => self.respond(number, &refused),
         }
@@ -857,7 +890,9 @@ impl Connection {
                 None => Attaching::Done(None),
             };
             match attaching {
-                Attaching::Done(attached) => self.finish_greeting(number, greeting, attached),
+                Attaching::Done(attached) => {
+                    self.finish_greeting(number, greeting, attached.ok_or(ErrorCode::Error));
+                }
                 Attaching::Later => self.wait_greeting(id, greeting),
             }
         } else if words.contains(&"keep") {
@@ -867,15 +902,17 @@ impl Connection {
             match submitted {
                 Submitted::Done(Outcome::Done) => {
                     let me = self.me.clone();
-                    self.finish_greeting(number, greeting, Some(me));
+                    self.finish_greeting(number, greeting, Ok(me));
                 }
-                Submitted::Done(_) => self.finish_greeting(number, greeting, None),
+                Submitted::Done(_) => {
+                    self.finish_greeting(number, greeting, Err(ErrorCode::Unknown));
+                }
                 Submitted::Later(_) => self.wait_greeting(id, greeting),
                 Submitted::Gone => self.close(),
             }
         } else {
             let me = self.me.clone();
-            self.finish_greeting(number, greeting, Some(me));
+            self.finish_greeting(number, greeting, Ok(me));
         }
     }
 
@@ -889,12 +926,15 @@ impl Connection {
         &mut self,
         number: Option<u64>,
         greeting: Greeting,
-        session: Option<Attachment>,
+        session: Result<Attachment, ErrorCode>,
     ) {
-        let Some(session) = session else {
-            // Never a new session in place of the one asked for. The client may greet again.
-            self.fresh = true;
-            return self.respond(number, &Response::Error(ErrorCode::Error));
+        let session = match session {
+            Ok(session) => session,
+            Err(code) => {
+                // Never a new session in place of the one asked for. The client may greet again.
+                self.fresh = true;
+                return self.respond(number, &Response::Error(code));
+            }
         };
         self.me = session;
         let mut accepted = Vec::new();
@@ -962,8 +1002,15 @@ impl Connection {
         let Some(Open { op, place }) = self.take_open(id) else { return };
         let number = self.number_of(id);
         if let Some(greeting) = self.greeting.take() {
-            let session = (outcome == Outcome::Done)
-                .then(|| self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()));
+            let session = match outcome {
+                Outcome::Done => {
+                    Ok(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
+                }
+                Outcome::Refused(Refusal::Forgotten | Refusal::Unavailable) => {
+                    Err(ErrorCode::Unknown)
+                }
+                _ => Err(ErrorCode::Error),
+            };
             return self.finish_greeting(number, *greeting, session);
         }
         if self.draining && outcome == Outcome::Timeout {
@@ -994,6 +1041,7 @@ impl Connection {
             | Outcome::Written(_)
             | Outcome::Items(_)
             | Outcome::Compacted(_)
+            | Outcome::Entry { .. }
             | Outcome::Refused(_) => false,
         };
         if lost_if_unwritten && let Some(place) = place {

@@ -7,15 +7,23 @@
 pub mod config;
 pub mod connection;
 pub mod logging;
+pub mod metrics;
 pub mod tls;
 
+mod caller;
 mod cluster;
+mod feed;
+mod grpc;
+mod http;
 mod local;
+mod offline;
+mod operate;
 mod process;
 mod report;
 mod server;
 mod service;
 mod tcp;
+mod telemetry;
 mod translate;
 
 pub use local::LocalServer;

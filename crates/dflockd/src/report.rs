@@ -167,8 +167,9 @@ struct WatchChannel<'a> {
     watchers: usize,
 }
 
+/// The cluster as a member of it sees it.
 #[derive(Serialize)]
-struct Cluster {
+pub(crate) struct Cluster {
     node_id: String,
     role: &'static str,
     ready: bool,
@@ -191,12 +192,16 @@ struct ClusterMember {
     node_id: String,
     peer_addr: String,
     client_addr: String,
+    /// Entries of the log that it does not have yet; only the leader knows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lag: Option<u64>,
 }
 
-fn cluster(member: &Replicated) -> Cluster {
+pub(crate) fn cluster(member: &Replicated) -> Cluster {
     let view = member.view();
     let name = |id: &u64| view.members.get(id).map_or_else(|| id.to_string(), |m| m.node.clone());
     let status = view.status;
+    let lags = member.gauges().lags.lock().clone();
     Cluster {
         node_id: member.node().to_owned(),
         role: status.map_or("joining", |status| status.role),
@@ -213,11 +218,12 @@ fn cluster(member: &Replicated) -> Cluster {
         witnesses: view.members.values().filter(|m| m.witness).map(|m| m.node.clone()).collect(),
         members: view
             .members
-            .values()
-            .map(|member| ClusterMember {
+            .iter()
+            .map(|(id, member)| ClusterMember {
                 node_id: member.node.clone(),
                 peer_addr: member.peer_addr.clone(),
                 client_addr: member.client_addr.clone(),
+                lag: lags.iter().find(|(of, _)| of == id).map(|(_, lag)| *lag),
             })
             .collect(),
     }
@@ -228,7 +234,8 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
     let survey = service.engine.survey(STATS_EACH_MAX);
     let mut labels = Labels { service, known: HashMap::new() };
     let mut stats = Stats {
-        connections: service.connections.load(Ordering::Relaxed),
+        connections: service.connections.load(Ordering::Relaxed)
+            + usize::try_from(service.metrics.http_sessions()).unwrap_or(usize::MAX),
         lock_keys: survey.locks_total,
         value_keys: survey.values_total,
         locks: Vec::new(),

@@ -1,9 +1,10 @@
 //! Starting and stopping: bind, serve, reload, drain.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use dflockd_engine::{Clock, Engine, Replicated};
@@ -14,13 +15,20 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::cluster;
 use crate::config::{Config, Secret};
+use crate::grpc;
+use crate::http::{App, Listener};
 use crate::service::Service;
 use crate::tcp::Peers;
+use crate::telemetry;
 use crate::tls;
 
 const BACKLOG: u32 = 4096;
 /// How often memory that is only there for speed is given back.
 const TIDY: Duration = Duration::from_secs(10);
+/// For connections to close that were told to.
+const LAST_MOMENT: Duration = Duration::from_secs(1);
+/// For HTTP requests to end, if there is no limit for the shutdown.
+const HTTP_SHUTDOWN: Duration = Duration::from_secs(30);
 
 /// What can be asked of a running server from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,12 +43,30 @@ pub enum Signal {
 pub struct Running {
     /// Where it listens.
     pub address: SocketAddr,
+    /// Where it listens for HTTP, if it does.
+    pub http_address: Option<SocketAddr>,
+    /// Where it listens for gRPC, if it does.
+    pub grpc_address: Option<SocketAddr>,
     service: Arc<Service>,
     peers: Arc<Peers>,
     config: Config,
     /// What peers are shown since the last reload.
     peer_secret: Mutex<Option<Secret>>,
     stop_accepting: Arc<Notify>,
+    http: Option<Http>,
+    grpc: Option<Grpc>,
+}
+
+/// The gRPC interface.
+struct Grpc {
+    app: Arc<grpc::App>,
+    listener: Arc<grpc::Listener>,
+}
+
+/// The HTTP interface.
+struct Http {
+    app: Arc<App>,
+    listener: Arc<Listener>,
 }
 
 /// Binds and begins to serve.
@@ -57,6 +83,10 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         .await
         .with_context(|| format!("cannot listen on {}:{}", config.host, config.port))?;
     let address = listener.local_addr()?;
+    let http_socket = listen_if(config.http_address()).await?;
+    let http_address = http_socket.as_ref().map(TcpListener::local_addr).transpose()?;
+    let grpc_socket = listen_if(config.grpc_address()).await?;
+    let grpc_address = grpc_socket.as_ref().map(TcpListener::local_addr).transpose()?;
     let service = Arc::new(match config.replicated() {
         None => Service::new(&config, Clock::system(), background)?,
         Some(cluster) => {
@@ -66,9 +96,33 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     });
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
 
+    if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {
+        member.set_doors(cluster::doors(&config, cluster, http_address, None));
+    }
     service.engine.start()?;
     let (max, per_address) = (config.max_connections, config.max_connections_per_ip);
     let workers = worker_threads(&config);
+    let http = http_socket.map(|socket| {
+        let app = Arc::new(App::new(&config, &service));
+        tokio::spawn(Arc::clone(&app).sweep());
+        let per_address = config.http_max_connections_per_ip;
+        let listener = Listener::start(Arc::clone(&app), socket, tls.as_ref(), per_address);
+        Http { app, listener }
+    });
+    if let Some(address) = http_address {
+        tracing::info!(addr = %address, tls = tls.is_some(), "listening for HTTP");
+    }
+    let grpc = grpc_socket.map(|socket| {
+        let app = Arc::new(grpc::App::new(&config, &service));
+        tokio::spawn(Arc::clone(&app).sweep());
+        let per_address = config.http_max_connections_per_ip;
+        let listener = grpc::Listener::start(&app, socket, tls.as_ref(), per_address)?;
+        anyhow::Ok(Grpc { app, listener })
+    });
+    let grpc = grpc.transpose()?;
+    if let Some(address) = grpc_address {
+        tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
+    }
     let peers = Peers::start(Arc::clone(&service), tls, max, per_address, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
@@ -76,7 +130,18 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     tokio::spawn(tidy(Arc::clone(&service)));
     let secret = config.replicated().and_then(|cluster| cluster.secret.clone());
     let peer_secret = Mutex::new(secret);
-    Ok(Running { address, service, peers, config, peer_secret, stop_accepting })
+    Ok(Running {
+        address,
+        http_address,
+        grpc_address,
+        service,
+        peers,
+        config,
+        peer_secret,
+        stop_accepting,
+        http,
+        grpc,
+    })
 }
 
 impl Running {
@@ -120,6 +185,9 @@ impl Running {
             }
         }
         stopping();
+        if let Some(http) = &self.http {
+            http.app.drain.leave();
+        }
         if let Some(member) = self.service.engine.replicated() {
             member.hand_over().await;
         }
@@ -128,12 +196,21 @@ impl Running {
             member.settle().await;
         }
         self.service.engine.stop();
+        telemetry::stop(&self.service).await;
         Ok(())
     }
 
     fn reload(&self) {
         match load_tls(&self.config) {
-            Ok(tls) => self.peers.tls.store(tls),
+            Ok(tls) => {
+                if let Some(http) = &self.http {
+                    http.listener.reload(tls.as_ref());
+                }
+                if let Some(grpc) = &self.grpc {
+                    grpc.listener.reload(tls.as_ref());
+                }
+                self.peers.tls.store(tls);
+            }
             Err(error) => tracing::error!(error = format!("{error:#}"), "certificate not reloaded"),
         }
         match self.config.reload_auth_token() {
@@ -168,14 +245,13 @@ impl Running {
         self.service.draining.store(true, Ordering::SeqCst);
         self.stop_accepting.notify_one();
         self.peers.drain();
-        let timeout = self.config.shutdown_timeout;
-        let time_is_up = async {
-            if timeout.is_zero() {
-                std::future::pending().await
-            } else {
-                tokio::time::sleep(timeout).await;
-            }
-        };
+        if let Some(http) = &self.http {
+            http.app.drain.begin();
+        }
+        if let Some(grpc) = &self.grpc {
+            grpc.app.drain();
+        }
+        let begun = Instant::now();
         let second = async {
             while let Some(signal) = signals.recv().await {
                 if signal == Signal::Terminate {
@@ -184,14 +260,63 @@ impl Running {
             }
             std::future::pending().await
         };
-        tokio::select! {
-            () = self.peers.gone() => return,
-            () = time_is_up => tracing::warn!(connections = self.peers.count(), "forced close"),
-            () = second => tracing::warn!(connections = self.peers.count(), "second signal"),
+        let mut second = pin!(second);
+        let timeout = self.config.shutdown_timeout;
+        let mut in_time = tokio::select! {
+            () = self.peers.gone() => true,
+            () = until(begun, timeout) => {
+                tracing::warn!(connections = self.peers.count(), "forced close");
+                false
+            }
+            () = &mut second => {
+                tracing::warn!(connections = self.peers.count(), "second signal");
+                false
+            }
+        };
+        if !in_time {
+            self.peers.close();
+            // Their workers close them; whoever is left after this goes with the process.
+            let _ = tokio::time::timeout(LAST_MOMENT, self.peers.gone()).await;
         }
-        self.peers.close();
-        // Their workers close them; whoever is left after this goes with the process.
-        let _ = tokio::time::timeout(Duration::from_secs(1), self.peers.gone()).await;
+        if let Some(grpc) = &self.grpc {
+            let limit = if timeout.is_zero() { HTTP_SHUTDOWN } else { timeout };
+            if in_time {
+                in_time = tokio::select! {
+                    () = grpc.listener.finish() => true,
+                    () = until(begun, limit) => false,
+                    () = &mut second => false,
+                };
+            }
+            if !in_time {
+                tracing::warn!(connections = grpc.listener.count(), "forced close of gRPC");
+            }
+            grpc.app.sessions.clear();
+        }
+        let Some(http) = &self.http else { return };
+        // Until now it told everybody who asked that the server is going.
+        if in_time {
+            let timeout = if timeout.is_zero() { HTTP_SHUTDOWN } else { timeout };
+            in_time = tokio::select! {
+                () = http.listener.finish() => true,
+                () = until(begun, timeout) => false,
+                () = &mut second => false,
+            };
+        }
+        if !in_time {
+            tracing::warn!(connections = http.listener.count(), "forced close of HTTP");
+            http.listener.close();
+            let _ = tokio::time::timeout(LAST_MOMENT, http.listener.finish()).await;
+        }
+        http.app.sessions.clear();
+    }
+}
+
+/// Waits until a time limit that began then is over; zero is none.
+async fn until(begun: Instant, limit: Duration) {
+    if limit.is_zero() {
+        std::future::pending().await
+    } else {
+        tokio::time::sleep(limit.saturating_sub(begun.elapsed())).await;
     }
 }
 
@@ -199,16 +324,26 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.stop_accepting.notify_one();
         self.peers.stop();
+        if let Some(http) = &self.http {
+            http.listener.close();
+        }
     }
 }
 
 /// How many threads serve connections. With one for each core they would only take it from the kernel's network
 /// stack, which does five sixths of the work, and wake each other: measured on two cores, one thread serves a third
 /// more than two.
-fn worker_threads(config: &Config) -> usize {
+pub(crate) fn worker_threads(config: &Config) -> usize {
     let chosen = usize::try_from(config.worker_threads).unwrap_or(usize::MAX);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if chosen > 0 { chosen } else { (cores / 2).max(1) }
+}
+
+/// The socket of an interface that may be off.
+async fn listen_if(address: Option<(&str, u16)>) -> anyhow::Result<Option<TcpListener>> {
+    let Some((host, port)) = address else { return Ok(None) };
+    let bound = listen(host, port).await;
+    Ok(Some(bound.with_context(|| format!("cannot listen on {host}:{port}"))?))
 }
 
 /// Listens with a queue that holds a storm of connects; the usual 128 would make some of them wait a second.

@@ -1,17 +1,26 @@
 //! What all connections share: the engine, the settings they look at, the tokens, the drain.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, HeaderValue};
 use dflockd_core::{Limits, Shared, Span};
 use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, Memory, Options};
 use parking_lot::Mutex;
 
 use crate::config::{Config, FollowerMode, GrantDelay, Secret};
+use crate::feed::Feed;
+use crate::metrics::Metrics;
 use crate::report;
+use crate::telemetry::{self, Telemetry};
+
+/// Past changes that each shard keeps for event streams over HTTP and gRPC, which can resume.
+const EVENTS_MAX: u64 = 1024;
 
 /// Runs a job that takes a while on a thread that may be busy.
 pub(crate) type Background = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
@@ -33,6 +42,13 @@ pub struct Service {
     pub(crate) follower_mode: FollowerMode,
     pub(crate) value_bytes_max: usize,
     pub(crate) background: Background,
+    /// Changes of keys, for event streams.
+    pub(crate) feed: Feed,
+    pub(crate) metrics: Metrics,
+    /// What they are for, and their files.
+    pub(crate) certificates: Vec<(&'static str, PathBuf)>,
+    /// Where traces are made, if they are wanted.
+    pub(crate) telemetry: Option<Telemetry>,
     stats: Mutex<Option<Stats>>,
 }
 
@@ -64,8 +80,12 @@ impl Service {
             let seconds = seconds(grant_delay);
             tracing::info!(seconds, "grants begin after the start-up delay");
         }
+        let mut limits = limits(config);
+        if config.http_address().is_some() || config.grpc_address().is_some() {
+            limits.events_max = EVENTS_MAX;
+        }
         let engine = Engine::Memory(Memory::new(Options {
-            limits: limits(config),
+            limits,
             auto_release: config.disconnect_policy(),
             grant_delay,
             sweep_interval: config.lease_sweep_interval,
@@ -84,8 +104,20 @@ impl Service {
     ) -> anyhow::Result<Self> {
         let follower_mode =
             config.replicated().map_or(FollowerMode::Auto, |cluster| cluster.follower_mode);
+        let engine = Arc::new(engine);
+        let peer_tls = config.replicated().and_then(|cluster| cluster.tls.as_ref());
+        let certificates = [
+            ("clients", config.tls_cert.clone()),
+            ("peers", peer_tls.map(|tls| tls.cert.clone())),
+            ("authority of the peers", peer_tls.map(|tls| tls.ca.clone())),
+        ];
+        let certificates = certificates.into_iter().filter_map(|(what, file)| Some((what, file?)));
         Ok(Self {
-            engine: Arc::new(engine),
+            certificates: certificates.collect(),
+            feed: Feed::new(Arc::clone(&engine)),
+            metrics: Metrics::new(engine.clock().now()),
+            telemetry: telemetry::start(config)?,
+            engine,
             connections: AtomicUsize::new(0),
             auth: ArcSwapOption::from_pointee(config.auth_token.clone()),
             admin: ArcSwapOption::from_pointee(config.admin_token.clone()),
@@ -100,6 +132,15 @@ impl Service {
             background: Box::new(background),
             stats: Mutex::new(None),
         })
+    }
+
+    /// Whether the headers of a request carry the auth token, if one is needed.
+    pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
+        let token = self.auth.load();
+        let Some(token) = &*token else { return true };
+        let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
+        let Some((scheme, credentials)) = presented.split_at_checked(7) else { return false };
+        scheme.eq_ignore_ascii_case(b"bearer ") && token.matches(credentials.trim_ascii())
     }
 
     /// Whether the server is shutting down.

@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
+use dflockd_engine::Door;
 use mio::net::TcpStream;
 use parking_lot::Mutex;
 use rustls::ServerConfig;
@@ -104,6 +105,7 @@ impl Peers {
     /// Gives a connection to the worker with the fewest, unless all seats are taken.
     fn admit(&self, stream: TcpStream, address: SocketAddr) {
         if !self.take_seat(address) {
+            self.service.metrics.connection_refused(Door::Line);
             tracing::warn!(peer = %address, "connection cap reached");
             return;
         }

@@ -95,7 +95,8 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
         | Request::Ack { .. }
         | Request::Inspect { .. }
         | Request::Ls { .. }
-        | Request::EndSession { .. } => return Asked::Connection,
+        | Request::EndSession { .. }
+        | Request::Cluster { .. } => return Asked::Connection,
     };
     Asked::Command(command)
 }
@@ -137,7 +138,9 @@ pub(crate) fn respond<'a>(
         Outcome::Empty => Response::Nil,
         Outcome::Conflict => Response::CasConflict,
         Outcome::Number(number) => Response::Number(*number),
-        Outcome::Value(value) | Outcome::Popped { value, .. } => Response::Value(value),
+        Outcome::Value(value) | Outcome::Popped { value, .. } | Outcome::Entry { value, .. } => {
+            Response::Value(value)
+        }
         Outcome::Written(_) => Response::Ok,
         Outcome::Items(values) => {
             json_array(values, items);
@@ -200,7 +203,7 @@ pub(crate) fn push(push: &core::Push) -> Push<'_> {
     }
 }
 
-fn event_name(event: Event) -> &'static str {
+pub(crate) fn event_name(event: Event) -> &'static str {
     match event {
         Event::Acquire => "acquire",
         Event::Release => "release",

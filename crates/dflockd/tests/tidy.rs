@@ -30,6 +30,11 @@ fn settings_in_the_operating_document() {
     check_table("docs/operating.md", "settings", &dflockd::config::markdown_table());
 }
 
+#[test]
+fn metrics_in_their_document() {
+    check_table("docs/metrics.md", "metrics", &dflockd::metrics::table());
+}
+
 fn commands() -> String {
     let mut table = String::from(
         "| Command | Key line | Argument line | Longest argument | Answers | Meaning |\n\

@@ -53,6 +53,7 @@ fn check_read(
 ) -> Result<u64, Broken> {
     let (OwnedQuery::Counter(key)
     | OwnedQuery::Kv(key)
+    | OwnedQuery::Entry(key)
     | OwnedQuery::Length(key)
     | OwnedQuery::Range(key, _, _)) = query;
     let versions = oracle.values.get(key).map_or(&[][..], |versions| versions);

@@ -13,13 +13,15 @@ pub struct Leases {
     grace: u64,
     /// The earliest end of each hold, and the latest as far as it is known.
     ends: BTreeMap<Fence, (u64, Option<u64>)>,
+    /// The leases that holds were asked for with, as far as they are known.
+    asked: BTreeMap<Fence, u64>,
 }
 
 impl Leases {
     /// No holds yet.
     #[must_use]
     pub fn new(lease_min: u64, grace: u64) -> Self {
-        Self { lease_min, grace, ends: BTreeMap::new() }
+        Self { lease_min, grace, ends: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
     /// After each entry.
@@ -40,9 +42,11 @@ impl Leases {
                 }
             }
         }
+        self.renew_sessions(step);
         for (_, _, outcome) in &step.touched.replies {
             let (fence, lease) = match outcome {
                 Outcome::Granted(grant) | Outcome::Acquired(grant) => {
+                    self.asked.insert(grant.token.fence, grant.lease.0);
                     (grant.token.fence, grant.lease)
                 }
                 Outcome::Renewed { fence, lease } => (*fence, *lease),
@@ -57,6 +61,7 @@ impl Leases {
                 | Outcome::Popped { .. }
                 | Outcome::Items(_)
                 | Outcome::Compacted(_)
+                | Outcome::Entry { .. }
                 | Outcome::Refused(_) => continue,
             };
             let end = step.now + lease.0;
@@ -78,6 +83,31 @@ impl Leases {
             }
         }
         Ok(())
+    }
+
+    /// Holds that follow their session go on with it.
+    fn renew_sessions(&mut self, step: &Step<'_>) {
+        for &(session, request, lease) in &step.touched.renewals {
+            let answer = step.touched.replies.iter().find(|it| (it.0, it.1) == (session, request));
+            if !matches!(answer, Some((_, _, Outcome::Number(_)))) {
+                continue;
+            }
+            let end = step.now + lease.0;
+            for lock in step.before.values() {
+                for &(_, fence, _) in lock.holders.iter().filter(|holder| holder.0 == session) {
+                    // Whether one that nobody was told of follows is not known: it may end early or late.
+                    let follows = self.asked.get(&fence).map(|&asked| asked == lease.0);
+                    if let Some((least, latest)) = self.ends.get_mut(&fence) {
+                        match follows {
+                            Some(true) => *least = end.max(*least),
+                            Some(false) => continue,
+                            None => {}
+                        }
+                        *latest = latest.map(|latest| end.max(latest));
+                    }
+                }
+            }
+        }
     }
 }
 

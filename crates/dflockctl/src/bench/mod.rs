@@ -6,9 +6,11 @@
 //! of one run.
 
 mod check;
+mod crowd;
 mod echo;
 mod grow;
 mod holders;
+mod http;
 mod link;
 mod load;
 mod numbers;
@@ -90,6 +92,9 @@ enum Verb {
     /// Serve fixed answers: the floor of a comparison.
     #[command(hide = true)]
     Echo(echo::Args),
+    /// Slow HTTP clients, to measure others beside them.
+    #[command(hide = true)]
+    Crowd(crowd::Args),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -117,6 +122,10 @@ const UNREACHABLE: u8 = 69;
 pub(crate) fn run(args: &Args) -> ExitCode {
     let outcome = match &args.verb {
         Some(Verb::Echo(echo)) => return exit(echo::run(echo)),
+        Some(Verb::Crowd(crowd)) => {
+            raise_descriptor_limit();
+            return exit(crowd::run(crowd));
+        }
         None => args.races(),
     };
     let races = match outcome {

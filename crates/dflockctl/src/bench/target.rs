@@ -4,12 +4,14 @@
 //! - Redis: `SET key token NX PX lease`, and scripts that compare the token before they delete
 //!   or extend. A lock that is taken is tried again after a pause: Redis has no queue.
 //! - etcd: the v3lock service by way of the JSON gateway of the client port, HTTP/1.1.
+//! - dflockd by its HTTP door: one session per connection, which is kept alive; see [`super::http`].
 //!
 //! Knows bytes only; sockets and order are the business of [`super::link`] and [`super::load`].
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
+use super::http;
 use super::numbers::Random;
 
 /// A kind of server.
@@ -17,6 +19,8 @@ use super::numbers::Random;
 pub(crate) enum Target {
     /// The lock server of this project.
     Dflockd,
+    /// The same by its HTTP door.
+    Http,
     /// Redis, one instance.
     Redis,
     /// etcd's v3lock by the JSON gateway.
@@ -64,12 +68,13 @@ impl Proof {
         Self { bytes: [0; Self::BYTES_MAX], length: 0 }
     }
 
-    fn get(&self) -> &[u8] {
+    /// The bytes of it.
+    pub(crate) fn get(&self) -> &[u8] {
         &self.bytes[..self.length]
     }
 
     /// Whether it fitted.
-    fn set(&mut self, bytes: &[u8]) -> bool {
+    pub(crate) fn set(&mut self, bytes: &[u8]) -> bool {
         let fits = bytes.len() <= Self::BYTES_MAX;
         if fits {
             self.bytes[..bytes.len()].copy_from_slice(bytes);
@@ -93,6 +98,8 @@ pub(crate) struct Dialect {
     renew_script: String,
     /// dflockd: requests and answers carry a number.
     pub(crate) mux: bool,
+    /// HTTP: what is the same in all requests of the connection.
+    http: http::Forms,
 }
 
 const RELEASE_SCRIPT: &str =
@@ -108,6 +115,7 @@ impl Target {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Dflockd => "dflockd",
+            Self::Http => "http",
             Self::Redis => "redis",
             Self::Etcd => "etcd",
             Self::Echo => "echo",
@@ -121,12 +129,12 @@ impl Target {
 
     /// Whether those who wait are served in the order in which they came.
     pub(crate) fn queues(self) -> bool {
-        matches!(self, Self::Dflockd | Self::Etcd)
+        matches!(self, Self::Dflockd | Self::Http | Self::Etcd)
     }
 
     /// Whether several requests may be on the way on one connection.
     pub(crate) fn pipelines(self) -> bool {
-        self != Self::Etcd
+        !matches!(self, Self::Http | Self::Etcd)
     }
 
     /// Says what has to be said first on a connection.
@@ -151,6 +159,14 @@ impl Target {
                 }
             }
             Self::Dflockd | Self::Echo => {}
+            Self::Http => {
+                stream.write_all(http::OPEN_SESSION)?;
+                let answer = self.read_answer(stream)?;
+                let id = member(&answer, b"\"session_id\":\"").ok_or_else(|| {
+                    io::Error::other(format!("no session: {}", String::from_utf8_lossy(&answer)))
+                })?;
+                dialect.http = http::Forms::new(id, WAIT_S, lease_s);
+            }
             Self::Redis => {
                 dialect.release_script = self.load_script(stream, RELEASE_SCRIPT)?;
                 dialect.renew_script = self.load_script(stream, RENEW_SCRIPT)?;
@@ -223,6 +239,7 @@ impl Target {
                     }
                 }
             }
+            Self::Http => dialect.http.write(out, request, key, proof),
             Self::Redis => {
                 let lease_ms = dialect.lease_ms.as_bytes();
                 match request {
@@ -269,6 +286,7 @@ impl Target {
             Self::Dflockd | Self::Echo | Self::Redis => {
                 input.iter().position(|&byte| byte == b'\n').map(|end| end + 1)
             }
+            Self::Http => http::frame(input),
             Self::Etcd => {
                 let head = find(input, b"\r\n\r\n")? + 4;
                 if let Some(length) = header(&input[..head], b"content-length:") {
@@ -288,6 +306,7 @@ impl Target {
                 Request::Release | Request::Renew if answer.starts_with(b"ok") => Answer::Done,
                 Request::Release | Request::Renew => Answer::Refused,
             },
+            Self::Http => http::read(request, answer, proof),
             Self::Redis => match (request, answer) {
                 (Request::Acquire, b"+OK\r\n") => Answer::Granted { fence: 0 },
                 (Request::Acquire, b"$-1\r\n") => Answer::Busy,
@@ -335,7 +354,8 @@ pub(crate) fn split_number(answer: &[u8]) -> Option<(u64, &[u8])> {
     Some((number, &answer[blank + 1..]))
 }
 
-fn concat(out: &mut Vec<u8>, parts: &[&[u8]]) {
+/// Appends all of them.
+pub(crate) fn concat(out: &mut Vec<u8>, parts: &[&[u8]]) {
     for part in parts {
         out.extend_from_slice(part);
     }
@@ -371,7 +391,8 @@ fn post(out: &mut Vec<u8>, path: &str, body: &[&[u8]]) {
     concat(out, body);
 }
 
-fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
+/// Where `needle` begins.
+pub(crate) fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     haystack.windows(needle.len()).position(|window| window == needle)
 }
 
@@ -384,7 +405,7 @@ fn header<'a>(head: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
 }
 
 /// The text after `opening` up to the next quote.
-fn member<'a>(answer: &'a [u8], opening: &[u8]) -> Option<&'a [u8]> {
+pub(crate) fn member<'a>(answer: &'a [u8], opening: &[u8]) -> Option<&'a [u8]> {
     let start = find(answer, opening)? + opening.len();
     let length = answer[start..].iter().position(|&byte| byte == b'"')?;
     Some(&answer[start..start + length])
@@ -423,7 +444,7 @@ mod tests {
             lease_id: "99".into(),
             release_script: "aa".into(),
             renew_script: "bb".into(),
-            mux: false,
+            ..Dialect::default()
         }
     }
 

@@ -20,7 +20,7 @@ fn held(outcome: Result<Option<Guard>, Error>) -> Guard {
 
 #[tokio::test]
 async fn locks() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.named("a").await, server.named("b").await);
         let first = held(a.lock("k").try_acquire().await);
         assert_eq!((first.key(), first.token().len()), (&b"k"[..], 32));
@@ -56,7 +56,7 @@ async fn locks() {
 
 #[tokio::test]
 async fn a_lock_waits_with_a_limit_and_gets_it() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let first = held(a.lock("k").try_acquire().await);
         let lock = b.lock("k");
@@ -69,7 +69,7 @@ async fn a_lock_waits_with_a_limit_and_gets_it() {
 
 #[tokio::test]
 async fn semaphores() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let one = held(a.semaphore("s", 2).try_acquire().await);
         let _two = held(b.semaphore("s", 2).try_acquire().await);
@@ -88,7 +88,7 @@ async fn semaphores() {
 
 #[tokio::test]
 async fn read_write_locks() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let (rw, other) = (a.rw_lock("rw"), b.rw_lock("rw"));
         let one = held(rw.read().try_acquire().await);
@@ -114,7 +114,7 @@ async fn read_write_locks() {
 
 #[tokio::test]
 async fn elections() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b, c) = (server.client().await, server.client().await, server.client().await);
         let mut leaders = c.election("e").observe().await.unwrap();
         let first = held(a.election("e").try_acquire().await);
@@ -136,7 +136,7 @@ async fn elections() {
 
 #[tokio::test]
 async fn barriers() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let barrier = a.barrier("b", 2);
         let first = tokio::spawn(async move { barrier.wait(LIMIT).await });
@@ -156,7 +156,7 @@ async fn barriers() {
 
 #[tokio::test]
 async fn counters() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         assert_eq!(a.counter("c").get().await, Ok(0));
         assert_eq!(a.counter("c").add(5).await, Ok(5));
@@ -170,7 +170,7 @@ async fn counters() {
 
 #[tokio::test]
 async fn values() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let (kv, other) = (a.kv("v"), b.kv("v"));
         assert_eq!(kv.get().await, Ok(None));
@@ -202,7 +202,7 @@ async fn values() {
 
 #[tokio::test]
 async fn lists() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let (list, other) = (a.list("l"), b.list("l"));
         assert_eq!(list.push_right(b"b").await, Ok(1));
@@ -238,7 +238,7 @@ async fn lists() {
 
 #[tokio::test]
 async fn signals() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let mut exact = a.listen("jobs.done", None).await.unwrap();
         let mut pattern = a.listen("jobs.*", None).await.unwrap();
@@ -274,7 +274,7 @@ async fn signals() {
 
 #[tokio::test]
 async fn watches() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.client().await, server.client().await);
         let mut watch = a.watch("w.*").await.unwrap();
         let guard = held(b.lock("w.lock").try_acquire().await);
@@ -299,7 +299,7 @@ async fn watches() {
 
 #[tokio::test]
 async fn tickets() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b, c) = (server.client().await, server.client().await, server.client().await);
         // Granted at once, and again after it was released.
         for _ in 0..2 {
@@ -353,7 +353,7 @@ async fn tickets() {
 
 #[tokio::test]
 async fn a_session_is_handed_over() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, holder) = (server.client().await, server.client().await);
         let first = held(holder.lock("queued").try_acquire().await);
         let token = held(a.lock("held").lease(LONG).try_acquire().await).forget();
@@ -378,7 +378,7 @@ async fn a_session_is_handed_over() {
 
 #[tokio::test]
 async fn what_can_be_asked() {
-    for server in Either::both() {
+    for server in Either::all() {
         let (a, b) = (server.named("alice").await, server.named("bob").await);
         assert_eq!(a.inspect(b"k").await, Ok(None));
         let guard = held(a.lock("k").try_acquire().await);

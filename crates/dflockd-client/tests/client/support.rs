@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io::Read;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-use dflockd_client::{Client, ClientBuilder, Error, Instant, testing};
+use dflockd_client::{Client, ClientBuilder, Error, Instant, Transport, testing};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 
 /// How long anything may take that is bound to happen. Generous: the machine may be busy.
@@ -85,7 +85,7 @@ fn newest(path: &Path) -> SystemTime {
 }
 
 /// The built server.
-fn dflockd() -> &'static Path {
+pub(super) fn dflockd() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         let sources = ["dflockd/src", "dflockd-core/src", "dflockd-engine/src", "dflockd-wire/src"];
@@ -118,6 +118,18 @@ pub(super) fn signal(pid: u32, name: &str) {
     assert!(status.unwrap().success(), "kill -{name}");
 }
 
+/// Free ports, all different. Bound, but never listened on, so that no process that is started meanwhile keeps one.
+pub(super) fn free_addresses(host: Ipv4Addr, count: usize) -> Vec<SocketAddr> {
+    let bind = |_| {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_reuseaddr(true).unwrap();
+        socket.bind((host, 0).into()).unwrap();
+        socket
+    };
+    let bound: Vec<_> = (0..count).map(bind).collect();
+    bound.iter().map(|socket| socket.local_addr().unwrap()).collect()
+}
+
 /// The built binary as a process.
 pub(super) struct Process {
     child: Reaper,
@@ -128,6 +140,21 @@ impl Process {
     /// On a free port of the loopback interface.
     pub(super) fn start<S: AsRef<OsStr>>(args: &[S]) -> Self {
         Self::start_at(0, args).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// With a gRPC port, too.
+    pub(super) fn start_with_grpc(args: &[&str]) -> (Self, SocketAddr) {
+        let begun = Instant::now();
+        loop {
+            let address = free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+            let port = address.port().to_string();
+            let args = [&["--grpc-port", &port], args].concat();
+            match Self::start_at(0, &args) {
+                Ok(process) => return (process, address),
+                // Somebody else may have the port now.
+                Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
+            }
+        }
     }
 
     /// The error says what it printed.
@@ -199,6 +226,8 @@ fn collect(mut stream: impl Read + Send + 'static, output: Arc<Mutex<Vec<u8>>>) 
 pub(super) enum Either {
     InProcess(testing::Server),
     Process(Process),
+    /// A process that is talked to by gRPC.
+    Grpc(Process, SocketAddr),
 }
 
 impl Either {
@@ -207,6 +236,13 @@ impl Either {
             Self::InProcess(testing::Server::start().unwrap()),
             Self::Process(Process::start::<&str>(&[])),
         ]
+    }
+
+    /// These two, and gRPC.
+    pub(super) fn all() -> [Self; 3] {
+        let [first, second] = Self::both();
+        let (process, address) = Process::start_with_grpc(&[]);
+        [first, second, Self::Grpc(process, address)]
     }
 
     pub(super) async fn client(&self) -> Client {
@@ -221,6 +257,9 @@ impl Either {
         match self {
             Self::InProcess(server) => server.client_with(builder).await,
             Self::Process(process) => builder.server(process.address.to_string()).connect().await,
+            Self::Grpc(_, address) => {
+                builder.transport(Transport::Grpc).server(address.to_string()).connect().await
+            }
         }
     }
 }

@@ -66,6 +66,8 @@ struct Hold {
     writes: bool,
     /// When the lease ends if no leader changes.
     base: Timestamp,
+    /// The lease it was asked for with.
+    lease: Span,
 }
 
 #[derive(Clone)]
@@ -265,6 +267,12 @@ impl Model {
                 }
                 Some(_) | None => Outcome::Empty,
             },
+            Query::Entry { key } => match self.entries.get(key) {
+                Some(entry) if entry.expires_at.is_none_or(|at| now < at) => {
+                    Outcome::Entry { value: entry.value.clone(), revision: entry.revision }
+                }
+                Some(_) | None => Outcome::Empty,
+            },
             Query::Length { key } => Outcome::Number(self.list_length(key)),
             Query::Range { key, start, stop } => {
                 let length = self.list_length(key);
@@ -379,8 +387,11 @@ impl Model {
     /// Whether `caller` has sent this request before.
     fn answer_retry(&mut self, caller: Caller, command: &Command<'_>) -> bool {
         let Caller { session, request, keep } = caller;
-        // These two keep no result: they say the same thing however often they are heard.
-        let repeatable = matches!(command, Command::Cancel { .. } | Command::Acknowledge { .. });
+        // These keep no result: they say the same thing however often they are heard.
+        let repeatable = matches!(
+            command,
+            Command::Cancel { .. } | Command::Acknowledge { .. } | Command::RenewSession { .. }
+        );
         if !keep || !is_answered(command) || repeatable {
             return false;
         }
@@ -446,6 +457,10 @@ impl Model {
             }
             Command::Renew { key, space, token, lease } => {
                 Some(self.renew(&self.lock_id(space, key), token, lease))
+            }
+            Command::RenewSession { lease } => {
+                keep = false;
+                Some(self.renew_session(session, lease))
             }
             Command::ForceRelease { key, space, fence } => {
                 let id = self.lock_id(space, key);
@@ -571,6 +586,7 @@ impl Model {
             | Outcome::Written(_)
             | Outcome::Items(_)
             | Outcome::Compacted(_)
+            | Outcome::Entry { .. }
             | Outcome::Refused(_) => {}
         }
     }
@@ -761,7 +777,8 @@ impl Model {
         let lock = self.locks.get_mut(id).expect("the lock exists");
         lock.idle_since = None;
         let writes = waiter.mode == Mode::Write;
-        lock.holds.push(Hold { token, owner: Some(waiter.session), writes, base });
+        let (owner, lease) = (Some(waiter.session), waiter.lease);
+        lock.holds.push(Hold { token, owner, writes, base, lease });
         let elects = waiter.mode == Mode::Election;
 
         if promoted && self.is_mutex(id) {
@@ -898,6 +915,18 @@ impl Model {
         }
         let expired = self.locks.get(id).and_then(|lock| lock.last_expired) == Some(token);
         Outcome::Refused(if expired { Refusal::LeaseExpired } else { Refusal::NotHeld })
+    }
+
+    fn renew_session(&mut self, session: SessionId, lease: Span) -> Outcome {
+        let base = self.now + lease;
+        let mut renewed = 0;
+        for hold in self.locks.values_mut().flat_map(|lock| &mut lock.holds) {
+            if hold.owner == Some(session) && hold.lease == lease {
+                hold.base = hold.base.max(base);
+                renewed += 1;
+            }
+        }
+        Outcome::Number(renewed)
     }
 
     fn end_hold(&mut self, id: &LockId, token: Token, ending: Ending) {
@@ -1370,6 +1399,7 @@ pub(super) fn is_answered(command: &Command<'_>) -> bool {
         | Command::Wait { .. }
         | Command::Release { .. }
         | Command::Renew { .. }
+        | Command::RenewSession { .. }
         | Command::ForceRelease { .. }
         | Command::Add { .. }
         | Command::CounterSet { .. }

@@ -317,7 +317,13 @@ fn lock_act(rng: &mut Random, favoured: &[Mode; 3]) -> Act {
         }
         11..=13 => Act::Fixed(Command::Wait { key, space, wait }),
         14..=16 => Act::Release { hold: any_pick(rng), resign: rng.percent(30) },
-        17..=18 => Act::Renew { hold: any_pick(rng), lease },
+        17 => Act::Renew { hold: any_pick(rng), lease },
+        18 if rng.percent(50) => Act::Renew { hold: any_pick(rng), lease },
+        18 => {
+            // Leases are few, so that some hold often has this one.
+            let lease = lease.unwrap_or(Limits::default().default_lease);
+            Act::Fixed(Command::RenewSession { lease })
+        }
         _ => Act::ForceRelease { hold: any_pick(rng) },
     }
 }
@@ -609,6 +615,7 @@ impl Run {
             for query in [
                 Query::Counter { key },
                 Query::Kv { key },
+                Query::Entry { key },
                 Query::Length { key },
                 Query::Range { key, start: 0, stop: -1 },
             ] {
@@ -617,8 +624,9 @@ impl Run {
         }
         // Reads look ahead of the last command, too.
         let (key, later) = (KEYS[0], now + Span(3));
-        let query = Query::Kv { key };
-        differ("later read", self.store.read(query, later), self.model.read(query, later))?;
+        for query in [Query::Kv { key }, Query::Entry { key }] {
+            differ("later read", self.store.read(query, later), self.model.read(query, later))?;
+        }
         let query = Query::Range { key, start: -2, stop: 1 };
         differ(query, self.store.read(query, now), self.model.read(query, now))?;
 
@@ -1016,6 +1024,7 @@ fn token(outcome: &Outcome) -> Token {
         | Outcome::Popped { .. }
         | Outcome::Items(_)
         | Outcome::Compacted(_)
+        | Outcome::Entry { .. }
         | Outcome::Refused(_) => None,
     }
     .expect("a grant")
@@ -1270,6 +1279,33 @@ fn promise_8_unclaimed_grant() {
     assert!(again.fence < third.fence);
     assert_eq!(pair.ask(2, release(b"k", third)), Outcome::Done);
     assert_eq!(pair.ask(1, wait(b"k", 5)), refused(Refusal::NotEnqueued));
+}
+
+/// Promise 11: one command restarts the leases of all holds that follow their session, and of no others; it cuts none
+/// short.
+#[test]
+fn promise_11_a_session_renews_what_follows_it() {
+    let mut pair = Pair::new(Limits::default());
+    let follows = pair.lock(1, b"follows", Mode::Mutex, 10);
+    pair.lock(1, b"own", Mode::Mutex, 12);
+    let longer = pair.lock(1, b"longer", Mode::Mutex, 10);
+    pair.lock(2, b"others", Mode::Mutex, 10);
+    pair.block(1, acquire(b"others", Mode::Mutex, 100, 10));
+    pair.ask(1, renew(b"longer", longer, 50));
+    let command = || Command::RenewSession { lease: Span(10) };
+    assert_eq!(pair.at(9).ask(1, command()), Outcome::Number(2));
+    assert_eq!(pair.ask(3, command()), Outcome::Number(0));
+    // What was only waited for follows once it is granted.
+    assert_eq!(pair.at(10).send(9, Command::Tick).len(), 2);
+    assert_eq!(pair.at(18).ask(1, command()), Outcome::Number(3));
+    let renewed = Outcome::Renewed { fence: follows.fence, lease: Span(1) };
+    assert_eq!(pair.at(27).ask(1, renew(b"follows", follows, 1)), renewed);
+    assert_eq!(pair.at(28).ask(1, renew(b"follows", follows, 1)), refused(Refusal::LeaseExpired));
+    assert_eq!(pair.at(49).ask(2, acquire(b"longer", Mode::Mutex, 0, 1)), Outcome::Timeout);
+    assert!(matches!(
+        pair.at(50).ask(2, acquire(b"longer", Mode::Mutex, 0, 1)),
+        Outcome::Granted(_)
+    ));
 }
 
 /// Promises 11 and 12: a lease ends at its end, not before, and a renewal counts from itself.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Frame};
 use super::types::{Member, MemberChange, Order, Policy, RaftId, Run};
-use super::{NodeEvent, Outgoing, Outputs, Replica};
+use super::{NodeEvent, Outgoing, Outputs, Replica, StateCopy};
 
 /// How long a request may take.
 const PATIENCE: Span = Span::from_secs(10);
@@ -47,6 +47,24 @@ pub enum AdminRequest {
     },
     /// What all decide by from now on.
     SetPolicy(Box<Policy>),
+    /// A member is dialed elsewhere from now on.
+    Address {
+        /// Its name.
+        node: String,
+        /// Where its peers dial it.
+        peer_addr: String,
+    },
+    /// What all members can read is used from now on; there is no way back to an older server.
+    Finalize,
+    /// The node that is asked makes a snapshot now, so that its log can be cut.
+    Snapshot,
+    /// The same, and a copy of it is handed out.
+    Copy,
+    /// The node that is asked does not lead any more, until it is started again or this is taken back.
+    Drain {
+        /// False takes it back.
+        on: bool,
+    },
 }
 
 /// What came of it: an error says why not.
@@ -60,6 +78,8 @@ pub(super) struct Admins {
     to_decide: Vec<(RaftId, u64, AdminRequest)>,
     /// Proposed by this node: who asked, and the entry that will tell.
     proposed: Vec<Proposed>,
+    /// Who waits for a snapshot of this node.
+    snapshots: Vec<Waiting>,
 }
 
 struct Asked {
@@ -73,9 +93,24 @@ struct Proposed {
     id: u64,
     index: u64,
     term: u64,
+    /// A change of the membership, which Raft may replace by nothing.
+    is_change: bool,
+}
+
+/// Somebody waits for a snapshot.
+struct Waiting {
+    id: u64,
+    /// Of at least so much of the log.
+    index: u64,
+    wants_copy: bool,
 }
 
 impl Admins {
+    /// Nothing will come of the snapshots that are waited for.
+    pub(super) fn forget_snapshots(&mut self) -> impl Iterator<Item = u64> + use<> {
+        std::mem::take(&mut self.snapshots).into_iter().map(|waiting| waiting.id)
+    }
+
     pub(super) fn ask(&mut self, id: u64, request: AdminRequest, now: Timestamp) {
         let asked = Asked { request, give_up_at: now + PATIENCE, sent_at: None };
         self.asked.insert(id, asked);
@@ -117,7 +152,8 @@ impl Admins {
             if proposed.index > index {
                 return true;
             }
-            let done = proposed.index == index && proposed.term == term && is_change;
+            let same = proposed.index == index && proposed.term == term;
+            let done = same && is_change == proposed.is_change;
             let refused = || Err("the cluster did not take the change; try again".to_owned());
             decided.push((proposed.origin, proposed.id, if done { Ok(()) } else { refused() }));
             false
@@ -131,6 +167,8 @@ enum Decision {
     Now(AdminResult),
     /// When the entry at this index is applied.
     At(u64),
+    /// The same for one that is no change of the membership.
+    Ordered(u64),
     /// It can not be decided yet; whoever asks will ask again.
     Later,
 }
@@ -162,12 +200,74 @@ impl Replica {
         for (origin, id, request) in std::mem::take(&mut self.admins.to_decide) {
             match self.decide(request) {
                 Decision::Now(result) => self.answer_admin(origin, id, result, outputs),
-                Decision::At(index) => {
-                    let term = self.consensus.term();
-                    self.admins.proposed.push(Proposed { origin, id, index, term });
-                }
+                Decision::At(index) => self.await_entry(origin, id, index, true),
+                Decision::Ordered(index) => self.await_entry(origin, id, index, false),
                 Decision::Later => {}
             }
+        }
+    }
+
+    fn await_entry(&mut self, origin: RaftId, id: u64, index: u64, is_change: bool) {
+        let term = self.consensus.term();
+        self.admins.proposed.push(Proposed { origin, id, index, term, is_change });
+    }
+
+    /// Does what concerns this node alone; gives back what the leader has to decide.
+    pub(super) fn admin_here(&mut self, id: u64, request: AdminRequest) -> Option<AdminRequest> {
+        let result = match request {
+            AdminRequest::Snapshot | AdminRequest::Copy if self.config.witness => {
+                Err("a witness keeps no state; ask another member".to_owned())
+            }
+            AdminRequest::Snapshot | AdminRequest::Copy => {
+                let wants_copy = request == AdminRequest::Copy;
+                self.admins.snapshots.push(Waiting { id, index: self.applied, wants_copy });
+                return None;
+            }
+            AdminRequest::Drain { on: true } if !self.could_others_lead() => {
+                Err("nobody else could lead".to_owned())
+            }
+            AdminRequest::Drain { on } => {
+                self.drained = on;
+                Ok(())
+            }
+            AdminRequest::Add { .. }
+            | AdminRequest::Promote { .. }
+            | AdminRequest::Remove { .. }
+            | AdminRequest::Transfer { .. }
+            | AdminRequest::SetPolicy(_)
+            | AdminRequest::Address { .. }
+            | AdminRequest::Finalize => return Some(request),
+        };
+        self.queue.push(NodeEvent::Admin(id, result));
+        None
+    }
+
+    fn could_others_lead(&self) -> bool {
+        let mut members = self.machine.members().iter();
+        members
+            .any(|(&id, member)| id != self.id() && !member.witness && self.consensus.is_voter(id))
+    }
+
+    /// Makes the snapshot that somebody waits for, or hands out the one that is there.
+    pub(super) fn serve_snapshots(&mut self, outputs: &mut Outputs) {
+        if self.admins.snapshots.is_empty() {
+            return;
+        }
+        let tail = self.consensus.tail();
+        let (index, term) = (tail.snapshot.index, tail.snapshot.term);
+        let copy = StateCopy { index, term, data: tail.snapshot_data.clone() };
+        self.admins.snapshots.retain(|waiting| {
+            if waiting.index > index {
+                return true;
+            }
+            if waiting.wants_copy {
+                outputs.copies.push((waiting.id, copy.clone()));
+            }
+            outputs.events.push(NodeEvent::Admin(waiting.id, Ok(())));
+            false
+        });
+        if !self.admins.snapshots.is_empty() {
+            self.make_snapshot(outputs);
         }
     }
 
@@ -228,9 +328,13 @@ impl Replica {
                 Some(raft_id) => MemberChange::Remove { raft_id },
             },
             AdminRequest::Transfer { to } => return self.decide_transfer(to),
-            AdminRequest::SetPolicy(policy) => {
-                self.orders.push(Order::Policy(policy));
-                return Decision::Now(Ok(()));
+            AdminRequest::SetPolicy(policy) => return self.order(&Order::Policy(policy)),
+            AdminRequest::Address { node, peer_addr } => {
+                return self.decide_address(&node, peer_addr);
+            }
+            AdminRequest::Finalize => return self.decide_version(),
+            AdminRequest::Snapshot | AdminRequest::Copy | AdminRequest::Drain { .. } => {
+                return refused("only the node itself can do that; ask it".into());
             }
         };
         if self.consensus.has_pending_change() {
@@ -241,6 +345,47 @@ impl Replica {
         } else {
             Decision::Later
         }
+    }
+
+    fn order(&mut self, order: &Order) -> Decision {
+        self.propose_order(order).map_or(Decision::Later, Decision::Ordered)
+    }
+
+    fn decide_address(&mut self, node: &str, peer_addr: String) -> Decision {
+        let Some(raft_id) = self.member(node) else {
+            return refused(format!("no member has the id {node}"));
+        };
+        let members = self.machine.members();
+        if members[&raft_id].peer_addr == peer_addr {
+            return Decision::Now(Ok(()));
+        }
+        if members.values().any(|known| known.peer_addr == peer_addr) {
+            return refused(format!("another member has the address {peer_addr}"));
+        }
+        self.order(&Order::Address { raft_id, peer_addr })
+    }
+
+    fn decide_version(&mut self) -> Decision {
+        let (versions, mut lowest) = (self.machine.versions(), self.config.start.version);
+        for (raft_id, member) in self.machine.members() {
+            match versions.get(raft_id) {
+                // Its own first words may not be in the log yet.
+                _ if *raft_id == self.id() => {}
+                Some(&version) => lowest = lowest.min(version),
+                // A witness proposes nothing, so it has never said.
+                None if member.witness => {}
+                None => {
+                    return refused(format!(
+                        "{} has not said yet which versions it reads",
+                        member.node
+                    ));
+                }
+            }
+        }
+        if lowest <= self.machine.version() {
+            return Decision::Now(Ok(()));
+        }
+        self.order(&Order::Version { version: lowest })
     }
 
     fn decide_transfer(&mut self, to: Option<String>) -> Decision {

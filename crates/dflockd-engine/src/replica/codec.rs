@@ -67,6 +67,7 @@ mod kind {
     pub(super) const KICK: u8 = 5;
     pub(super) const BARRIER: u8 = 6;
     pub(super) const UNDO: u8 = 7;
+    pub(super) const DOORS: u8 = 8;
 
     pub(super) const ACQUIRE: u8 = 16;
     pub(super) const ENQUEUE: u8 = 17;
@@ -87,6 +88,7 @@ mod kind {
     pub(super) const UNSUBSCRIBE: u8 = 32;
     pub(super) const CANCEL: u8 = 33;
     pub(super) const ACKNOWLEDGE: u8 = 34;
+    pub(super) const RENEW_SESSION: u8 = 35;
 }
 
 /// Appends an item.
@@ -123,6 +125,10 @@ pub fn put_item(out: &mut Vec<u8>, item: &Item<'_>) {
             put_u64(out, session.0);
         }
         Action::Barrier => put_head(out, item, kind::BARRIER),
+        Action::Doors(doors) => {
+            put_head(out, item, kind::DOORS);
+            put_bytes(out, &pack(doors));
+        }
     }
 }
 
@@ -142,6 +148,7 @@ pub fn take_item<'a>(input: &mut &'a [u8]) -> Result<Item<'a>, Malformed> {
         kind::CLOSE => Action::Close { orderly: take_bool(input)?, referenced: take_bool(input)? },
         kind::KICK => Action::Kick { session: SessionId(take_u64(input)?) },
         kind::BARRIER => Action::Barrier,
+        kind::DOORS => Action::Doors(unpack(take_bytes(input)?)?),
         kind::UNDO => Action::Undo(take_undo(input)?),
         kind => Action::Command(take_command(kind, input)?),
     };
@@ -270,6 +277,10 @@ fn put_command(out: &mut Vec<u8>, item: &Item<'_>, command: &Command<'_>) {
             put_head(out, item, kind::ACKNOWLEDGE);
             put_u64(out, up_to.0);
         }
+        Command::RenewSession { lease } => {
+            put_head(out, item, kind::RENEW_SESSION);
+            put_u64(out, lease.0);
+        }
         Command::Undo(outcome) => {
             debug_assert!(false, "an undo is an action of its own: it is not read back as this");
             put_undo(out, item, outcome);
@@ -363,6 +374,7 @@ fn take_command<'a>(kind: u8, input: &mut &'a [u8]) -> Result<Command<'a>, Malfo
         kind::UNSUBSCRIBE => Command::Unsubscribe(take_subscription(input)?),
         kind::CANCEL => Command::Cancel { request: RequestId(take_u64(input)?) },
         kind::ACKNOWLEDGE => Command::Acknowledge { up_to: RequestId(take_u64(input)?) },
+        kind::RENEW_SESSION => Command::RenewSession { lease: Span(take_u64(input)?) },
         _ => return Err(Malformed::Form("an unknown kind of item")),
     })
 }
@@ -403,6 +415,7 @@ fn put_undo(out: &mut Vec<u8>, item: &Item<'_>, outcome: &Outcome) {
         | Outcome::Written(_)
         | Outcome::Items(_)
         | Outcome::Compacted(_)
+        | Outcome::Entry { .. }
         | Outcome::Refused(_) => out.push(undo::NOTHING),
     }
 }

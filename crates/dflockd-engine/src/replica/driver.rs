@@ -72,14 +72,14 @@ pub struct ClusterOptions {
 
 /// What a node is, kept with its data.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-struct Who {
-    cluster: Option<Bits128>,
-    node: String,
-    raft_id: RaftId,
-    disk: u64,
+pub(super) struct Who {
+    pub(super) cluster: Option<Bits128>,
+    pub(super) node: String,
+    pub(super) raft_id: RaftId,
+    pub(super) disk: u64,
 }
 
-const WHO: &[u8] = b"who";
+pub(super) const WHO: &[u8] = b"who";
 
 type Log = LogStore<RealDisk>;
 
@@ -238,12 +238,19 @@ impl Handler for Gate {
         }
     }
 
-    fn reachable(&self, _peer: u64, _lane: Lane) {}
+    fn reachable(&self, peer: u64, lane: Lane) {
+        if lane == Lane::Main
+            && let Some(front) = self.front.upgrade()
+        {
+            front.gauges().connected.lock().insert(peer);
+        }
+    }
 
     fn unreachable(&self, peer: u64, lane: Lane, refused: bool) {
         if lane == Lane::Main
             && let Some(front) = self.front.upgrade()
         {
+            front.gauges().connected.lock().remove(&peer);
             front.give(Input::Unreachable { peer, refused });
         }
     }
@@ -269,9 +276,11 @@ impl Seat {
         pokes: &mut Pokes,
     ) -> Result<Timestamp, String> {
         let Self { seats, replica, outputs, jobs, inputs } = self;
-        replica.handle_time(front.clock().now());
+        let began = front.clock().now();
+        replica.handle_time(began);
         front.feed(inputs, replica, outputs);
         replica.poll(outputs);
+        front.gauges().turned(replica, began, front.clock().now());
         seats.hand_out(replica, outputs, jobs, pokes)?;
         Ok(replica.next_deadline())
     }
@@ -438,6 +447,9 @@ impl Seats {
             let lane = if frame.bulk { Lane::Bulk } else { Lane::Main };
             self.transport.send(frame.to, lane, frame.bytes);
         }
+        for (id, copy) in outputs.copies.drain(..) {
+            self.front.hand_copy(id, copy);
+        }
         let events = outputs.events.drain(..);
         let members_changed =
             self.front.route(events, replica, pokes, |members| self.dial(&members));
@@ -518,7 +530,9 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
             next = queue.try_recv().ok();
         }
         if sync {
+            let began = front.clock().now();
             log.sync()?;
+            front.gauges().synced(front.clock().now().since(began), log.bytes());
         }
         if number > 0 {
             front.written(number, front.clock().now().since(began));

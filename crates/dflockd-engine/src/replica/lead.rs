@@ -72,9 +72,28 @@ impl Replica {
             match order {
                 Order::Tick => self.tick_index = last,
                 Order::NodeLost { run } => self.lost_proposed = Some((run, last)),
-                Order::Init { .. } | Order::NewTerm | Order::Policy(_) | Order::Digest { .. } => {}
+                Order::Init { .. }
+                | Order::NewTerm
+                | Order::Policy(_)
+                | Order::Digest { .. }
+                | Order::Address { .. }
+                | Order::Version { .. } => {}
             }
         }
+    }
+
+    /// Proposes an order by itself, so that whoever asked for it can be told when it is applied: at this index.
+    pub(super) fn propose_order(&mut self, order: &Order) -> Option<u64> {
+        let stamp = self.cluster_time()?;
+        let mut payload = Vec::new();
+        codec::begin_payload(&mut payload, stamp);
+        codec::put_order(&mut payload, order);
+        if !self.consensus.propose(vec![payload.into()]) {
+            return None;
+        }
+        self.stamped_at = stamp;
+        self.time_seen = self.time_seen.max(stamp);
+        Some(self.consensus.last_index())
     }
 
     /// This node's own clients, when it leads.
@@ -224,10 +243,11 @@ impl Replica {
         }
         let stalled =
             self.unwritten.front().is_some_and(|write| self.now.since(write.since) >= WRITE_STALL);
-        if (self.config.witness || stalled || self.room_low)
+        if (self.config.witness || stalled || self.room_low || self.drained)
             && let Some(to) = self.best_successor()
         {
-            tracing::warn!(to, stalled, low = self.room_low, "leadership is handed over");
+            let (low, drained) = (self.room_low, self.drained);
+            tracing::warn!(to, stalled, low, drained, "leadership is handed over");
             self.consensus.transfer(to);
         }
     }

@@ -108,6 +108,7 @@
 //! 5. The whole directory is an older copy of itself, or empty: only the other members can notice.
 
 mod format;
+pub mod inspect;
 mod recovery;
 mod snapshot;
 #[cfg(test)]

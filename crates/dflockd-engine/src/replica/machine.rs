@@ -15,18 +15,20 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Malformed, Section};
 use super::types::{
-    Action, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, RaftId, Run, Start,
+    Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, RaftId, Run,
+    Start,
 };
 
 /// How long a kept session waits for a new connection at least.
 const KEPT_FOR: Span = Span::from_secs(10);
 
 /// The byte form of the whole machine.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// The replicated state of one member.
 pub struct Machine {
     registry: Registry,
+    added: Added,
     /// None before the first leader's `Init`, and always on a witness.
     store: Option<Store>,
     shared: Arc<Shared>,
@@ -35,6 +37,8 @@ pub struct Machine {
     /// A witness follows membership and time, but keeps no state.
     witness: bool,
     effects: Vec<Effect>,
+    /// What people are shown as the time, on this node.
+    shown: Timestamp,
 }
 
 /// What the members agree on besides the store.
@@ -52,6 +56,16 @@ struct Registry {
     /// Ended while their connections were not closed yet: nothing these sent meanwhile may bring them back.
     dead: BTreeSet<SessionId>,
     policy: Option<Box<Policy>>,
+}
+
+/// What was added to the registry later.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Added {
+    doors: BTreeMap<RaftId, Doors>,
+    /// The newest version that each member reads, as it said when it last started.
+    versions: BTreeMap<RaftId, u32>,
+    /// What all of them agreed to use; 0 stands for 1, the first.
+    version: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -144,7 +158,9 @@ impl Machine {
         if bug(Bug::SecretsForgotten) {
             by_secret.clear();
         }
-        Self { registry, store, shared, by_secret, witness, effects: Vec::new() }
+        let added = Added::default();
+        let (effects, shown) = (Vec::new(), registry.now);
+        Self { registry, added, store, shared, by_secret, witness, effects, shown }
     }
 
     /// The whole state as bytes; equal states give equal bytes.
@@ -155,7 +171,8 @@ impl Machine {
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
         let registry = postcard::to_extend(&self.registry, vec![VERSION]);
-        let mut bytes = registry.expect("memory is all it needs");
+        let registry = registry.expect("memory is all it needs");
+        let mut bytes = postcard::to_extend(&self.added, registry).expect("likewise");
         match &self.store {
             None => bytes.push(0),
             Some(store) => {
@@ -172,11 +189,15 @@ impl Machine {
     ///
     /// If the bytes are not such a state.
     pub fn restore(bytes: &[u8], witness: bool) -> Result<Self, String> {
-        let Some((&VERSION, rest)) = bytes.split_first() else {
+        let Some((&version @ 1..=VERSION, rest)) = bytes.split_first() else {
             return Err("a snapshot of an unknown version".into());
         };
-        let (registry, rest) = postcard::take_from_bytes::<Registry>(rest)
-            .map_err(|error| format!("the registry of a snapshot: {error}"))?;
+        let malformed = |error| format!("the registry of a snapshot: {error}");
+        let (registry, rest) = postcard::take_from_bytes::<Registry>(rest).map_err(malformed)?;
+        let (added, rest) = match version {
+            1 => (Added::default(), rest),
+            _ => postcard::take_from_bytes(rest).map_err(malformed)?,
+        };
         let shared = Arc::new(Shared::new());
         let store = match rest.split_first() {
             Some((0, [])) => None,
@@ -187,7 +208,7 @@ impl Machine {
             }
             _ => return Err("a snapshot that ends too early".into()),
         };
-        Ok(Self::with(registry, store, shared, witness))
+        Ok(Self { added, ..Self::with(registry, store, shared, witness) })
     }
 
     /// Applies the payload of a log entry.
@@ -224,6 +245,8 @@ impl Machine {
             // Who votes is kept by Raft.
             MemberChange::Promote { .. } => {}
             MemberChange::Remove { raft_id } => {
+                self.added.doors.remove(&raft_id);
+                self.added.versions.remove(&raft_id);
                 if let Some(member) = self.registry.members.remove(&raft_id) {
                     self.registry.retired.insert(member.node);
                 }
@@ -250,16 +273,82 @@ impl Machine {
         self.store.as_ref()
     }
 
+    /// Goes on counting where an earlier state of this process was.
+    pub(super) fn continue_tally(&mut self, earlier: &Self) {
+        if let (Some(store), Some(earlier)) = (&mut self.store, &earlier.store) {
+            store.continue_tally(earlier);
+        }
+    }
+
     /// The cluster's name.
     #[must_use]
     pub fn cluster(&self) -> Bits128 {
         self.registry.cluster
     }
 
+    /// Cluster time as far as it can be told between entries, for people. Nothing is decided by it.
+    #[must_use]
+    pub fn shown(&self) -> Timestamp {
+        self.shown.max(self.registry.now)
+    }
+
+    /// Local time has moved on.
+    pub(super) fn show(&mut self, now: Timestamp) {
+        self.shown = now;
+    }
+
     /// What all decide by, once the cluster has begun.
     #[must_use]
     pub fn policy(&self) -> Option<&Policy> {
         self.registry.policy.as_deref()
+    }
+
+    /// Where else members can be reached.
+    #[must_use]
+    pub fn doors(&self) -> &BTreeMap<RaftId, Doors> {
+        &self.added.doors
+    }
+
+    /// The newest version that each member reads, as far as it has said.
+    #[must_use]
+    pub fn versions(&self) -> &BTreeMap<RaftId, u32> {
+        &self.added.versions
+    }
+
+    /// The version that all members agreed to use.
+    #[must_use]
+    pub fn version(&self) -> u32 {
+        self.added.version.max(1)
+    }
+
+    /// The fence that the next grant will get.
+    pub(super) fn fence_next(&self) -> u64 {
+        self.shared.fence_next()
+    }
+
+    /// Makes it the state of another cluster, of one member. All sessions and holds end, fences go on from `fence`,
+    /// nothing is granted for `delay`; values and the policy stay.
+    pub(super) fn begin_anew(
+        &mut self,
+        cluster: Bits128,
+        raft_id: RaftId,
+        member: Member,
+        fence: u64,
+        delay: Span,
+    ) {
+        let registry = &mut self.registry;
+        registry.cluster = cluster;
+        registry.last_raft_id = registry.last_raft_id.max(raft_id);
+        registry.retired.remove(&member.node);
+        registry.members = BTreeMap::from([(raft_id, member)]);
+        registry.runs.clear();
+        registry.kept.clear();
+        registry.dead.clear();
+        self.by_secret.clear();
+        self.added = Added { version: self.added.version, ..Added::default() };
+        if let Some(store) = &mut self.store {
+            store.begin_anew(fence, delay);
+        }
     }
 
     /// The members by number.
@@ -357,6 +446,16 @@ impl Machine {
                 events.push(Event::PolicyChanged);
             }
             Order::Digest { index, digest } => events.push(Event::Digest { index, digest }),
+            Order::Address { raft_id, peer_addr } => {
+                if let Some(member) = self.registry.members.get_mut(&raft_id) {
+                    member.peer_addr = peer_addr;
+                    events.push(Event::Members);
+                }
+            }
+            Order::Version { version } => {
+                self.added.version = self.version().max(version);
+                events.push(Event::PolicyChanged);
+            }
         }
     }
 
@@ -386,7 +485,10 @@ impl Machine {
         // What an attachment gives back or withdraws is its own business, also when the session has moved on.
         let always = matches!(
             action,
-            Action::Undo(_) | Action::Close { .. } | Action::Command(Command::Cancel { .. })
+            Action::Undo(_)
+                | Action::Close { .. }
+                | Action::Command(Command::Cancel { .. })
+                | Action::Doors(_)
         );
         if (!is_own || is_dead) && !always {
             events.push(Event::Gone { session, epoch, request });
@@ -416,6 +518,12 @@ impl Machine {
             }
             Action::Kick { session: kicked } => self.kick(caller, kicked, events),
             Action::Barrier => reply(caller, Outcome::Done, events),
+            Action::Doors(doors) => {
+                if self.added.doors.get(&raft_id) != Some(&doors) {
+                    self.added.doors.insert(raft_id, doors);
+                    events.push(Event::Members);
+                }
+            }
         }
     }
 
@@ -428,6 +536,9 @@ impl Machine {
         let older = self.registry.runs.get(&raft_id).copied();
         if older.is_some_and(|older| older.run >= run) {
             return;
+        }
+        if self.added.versions.insert(raft_id, start.version) != Some(start.version) {
+            events.push(Event::Members);
         }
         let known = (member.disk, &member.client_addr, member.witness);
         if known != (Some(start.disk), &start.client_addr, start.witness) {

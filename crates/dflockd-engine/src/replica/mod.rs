@@ -14,11 +14,13 @@ mod accept;
 pub mod admin;
 pub mod codec;
 mod consensus;
+pub mod dates;
 pub mod disk;
 pub mod driver;
 mod lead;
 pub mod log;
 pub mod machine;
+pub mod offline;
 mod transfer;
 pub mod transport;
 pub mod types;
@@ -175,8 +177,21 @@ pub struct Outputs {
     pub snapshot_job: Option<SnapshotJob>,
     /// The log before this index is no longer needed.
     pub cut_before: Option<u64>,
+    /// The whole state for those who asked for a copy: by the number of the request.
+    pub copies: Vec<(u64, StateCopy)>,
     /// The node can not go on.
     pub fatal: Option<String>,
+}
+
+/// The whole replicated state at one place of the log.
+#[derive(Clone)]
+pub struct StateCopy {
+    /// Of the last entry in it.
+    pub index: u64,
+    /// Of that entry.
+    pub term: u64,
+    /// As [`Machine::snapshot`] has it.
+    pub data: Bytes,
 }
 
 /// A frame for another member.
@@ -237,6 +252,8 @@ pub enum OwnedQuery {
     Counter(Vec<u8>),
     /// The value of a KV entry.
     Kv(Vec<u8>),
+    /// A KV entry with its revision.
+    Entry(Vec<u8>),
     /// The length of a list.
     Length(Vec<u8>),
     /// Items of a list.
@@ -248,6 +265,7 @@ impl From<Query<'_>> for OwnedQuery {
         match query {
             Query::Counter { key } => Self::Counter(key.to_vec()),
             Query::Kv { key } => Self::Kv(key.to_vec()),
+            Query::Entry { key } => Self::Entry(key.to_vec()),
             Query::Length { key } => Self::Length(key.to_vec()),
             Query::Range { key, start, stop } => Self::Range(key.to_vec(), start, stop),
         }
@@ -259,6 +277,7 @@ impl OwnedQuery {
         match self {
             Self::Counter(key) => Query::Counter { key },
             Self::Kv(key) => Query::Kv { key },
+            Self::Entry(key) => Query::Entry { key },
             Self::Length(key) => Query::Length { key },
             Self::Range(key, start, stop) => Query::Range { key, start: *start, stop: *stop },
         }
@@ -295,6 +314,8 @@ pub struct Status {
     pub snapshot: u64,
     /// This life has begun for all, and what was committed when last heard of the leader is applied.
     pub ready: bool,
+    /// An operator wants it not to lead.
+    pub drained: bool,
 }
 
 /// A member of a cluster.
@@ -304,6 +325,8 @@ pub struct Replica {
     machine: Machine,
     applied: u64,
     now: Timestamp,
+    /// The time of the last entry that was applied, and when that was seen here.
+    stamped: (Timestamp, Timestamp),
     next_tick: Timestamp,
     /// The highest cluster time in the log or told by a leader of this term.
     time_seen: Timestamp,
@@ -359,6 +382,10 @@ pub struct Replica {
     transfers: Transfers,
 
     admins: Admins,
+    /// An operator wants this node not to lead.
+    drained: bool,
+    /// How long nobody has led meanwhile.
+    drained_ticks: u32,
     /// The leader whose process is known to be gone.
     lost_leader: Option<RaftId>,
     /// The log's end was cut at the start: no vote until this node has what a leader has committed.
@@ -418,6 +445,7 @@ impl Replica {
             machine,
             applied,
             now,
+            stamped: (Timestamp(0), now),
             next_tick: now + TICK,
             time_seen,
             reign: None,
@@ -456,6 +484,8 @@ impl Replica {
             told_digests: BTreeMap::new(),
             transfers: Transfers::default(),
             admins: Admins::default(),
+            drained: false,
+            drained_ticks: 0,
             lost_leader: None,
             // Nobody else could tell a single voter what it has lost.
             wary: wary && !alone,
@@ -482,6 +512,10 @@ impl Replica {
     pub fn handle_time(&mut self, now: Timestamp) {
         let stood_still = now.since(self.now);
         self.now = now;
+        if self.stamped.0 != self.machine.now() {
+            self.stamped = (self.machine.now(), now);
+        }
+        self.machine.show(self.stamped.0 + now.since(self.stamped.1));
         if stood_still > self.election_timeout() {
             // Others may have elected somebody meanwhile: nothing may be stamped on the strength of the old leadership,
             // and time that was not lived through is no reason to suspect anybody.
@@ -512,7 +546,7 @@ impl Replica {
     }
 
     fn tick(&mut self) {
-        if self.wary || self.installing.is_some() {
+        if self.wary || self.installing.is_some() || self.stands_back() {
             self.consensus.calm();
         }
         self.consensus.tick();
@@ -526,6 +560,13 @@ impl Replica {
             tracing::warn!("no leader to be level with; this node votes with what it has");
             self.trust_log();
         }
+    }
+
+    /// Whether it leaves leading to others. If none of them does for long, it is better than nobody.
+    fn stands_back(&mut self) -> bool {
+        let alone = self.drained && self.consensus.leader().is_none();
+        self.drained_ticks = if alone { self.drained_ticks + 1 } else { 0 };
+        self.drained && self.drained_ticks <= WARY_TICKS_MAX
     }
 
     /// A frame of another member, whose identity is certain.
@@ -611,6 +652,11 @@ impl Replica {
     /// A snapshot was made and stored; none: there was no room for it.
     pub fn handle_snapshot(&mut self, made: Option<MadeSnapshot>, outputs: &mut Outputs) {
         self.making_snapshot = false;
+        if made.is_none() {
+            let full = || Err("there is no room for a snapshot on the disk".to_owned());
+            let waiting = self.admins.forget_snapshots();
+            self.queue.extend(waiting.map(|id| NodeEvent::Admin(id, full())));
+        }
         let Some(MadeSnapshot { metadata, data, digest }) = made else { return };
         let index = metadata.index;
         if index <= self.consensus.tail().snapshot.index {
@@ -661,6 +707,7 @@ impl Replica {
         if let Some(rank) = others.iter().position(|&id| id == self.id())
             && !self.config.witness
             && !self.wary
+            && !self.drained
             && self.installing.is_none()
         {
             self.consensus.hurry(rank * 10);
@@ -717,8 +764,11 @@ impl Replica {
     }
 
     /// Asks for a change of the cluster, which the leader decides. Answered by [`NodeEvent::Admin`].
+    /// What concerns this node alone it does itself.
     pub fn admin(&mut self, id: u64, request: AdminRequest) {
-        self.admins.ask(id, request, self.now);
+        if let Some(request) = self.admin_here(id, request) {
+            self.admins.ask(id, request, self.now);
+        }
     }
 
     /// When to call [`Replica::handle_time`] at the latest.
@@ -777,7 +827,16 @@ impl Replica {
             last: self.consensus.tail().last(),
             snapshot: self.consensus.tail().snapshot.index,
             ready: leader.is_some() && begun && self.applied >= self.leader_commit,
+            drained: self.drained,
         }
+    }
+
+    /// On the leader, how many entries each other member has not confirmed.
+    pub(crate) fn lags(&self) -> Vec<(RaftId, u64)> {
+        let last = self.consensus.tail().last();
+        let others = self.machine.members().keys().filter(|&&id| id != self.id());
+        let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
+        others.filter_map(lag).collect()
     }
 
     /// The index and term of each entry in memory, for those who check that logs agree.
@@ -807,6 +866,7 @@ impl Replica {
         if self.consensus.tail().is_wanted() {
             self.make_snapshot(outputs);
         }
+        self.serve_snapshots(outputs);
         let to_keep = self.transfers.to_keep.take();
         if !self.notes.is_empty() || to_keep.is_some() {
             self.write(LogBatch::default(), to_keep, true, 0, Vec::new(), outputs);
@@ -854,7 +914,8 @@ impl Replica {
         if self.machine.was_removed(from) && !self.machine.members().is_empty() {
             return false;
         }
-        if message.msg_type == MessageType::MsgTimeoutNow && self.installing.is_some() {
+        let may_lead = self.installing.is_none() && !self.drained;
+        if message.msg_type == MessageType::MsgTimeoutNow && !may_lead {
             return false;
         }
         let is_vote = matches!(
@@ -1043,11 +1104,16 @@ impl Replica {
                 }
                 self.compare_digests(*index);
             }
-            Event::Effect(_)
-            | Event::Kicked { .. }
-            | Event::RunStarted(_)
-            | Event::RunEnded(_)
-            | Event::PolicyChanged => {}
+            Event::PolicyChanged => {
+                let (version, known) = (self.machine.version(), self.config.start.version);
+                if version > known {
+                    self.fatal = Some(format!(
+                        "the cluster has version {version}, this server knows up to {known}; start a newer one"
+                    ));
+                }
+            }
+            Event::Effect(_) | Event::Kicked { .. } | Event::RunStarted(_) | Event::RunEnded(_) => {
+            }
         }
         self.queue.push(NodeEvent::Machine(event));
     }
@@ -1065,7 +1131,10 @@ impl Replica {
     /// A snapshot of somebody else replaces the state: what it skipped was never seen here.
     fn install(&mut self, metadata: SnapshotMetadata, data: Bytes) {
         match Machine::restore(&data, self.config.witness) {
-            Ok(machine) => self.machine = machine,
+            Ok(mut machine) => {
+                machine.continue_tally(&self.machine);
+                self.machine = machine;
+            }
             Err(error) => {
                 self.fatal = Some(format!("a received snapshot can not be used: {error}"));
                 return;
@@ -1223,6 +1292,7 @@ pub(crate) fn grows(action: &Action<'_>) -> bool {
             | Command::Subscribe(_) => true,
             Command::Release { .. }
             | Command::Renew { .. }
+            | Command::RenewSession { .. }
             | Command::ForceRelease { .. }
             | Command::KvDelete { .. }
             | Command::Pop { .. }
@@ -1243,6 +1313,7 @@ pub(crate) fn grows(action: &Action<'_>) -> bool {
         | Action::Attach { .. }
         | Action::Close { .. }
         | Action::Kick { .. }
-        | Action::Barrier => false,
+        | Action::Barrier
+        | Action::Doors(_) => false,
     }
 }

@@ -101,6 +101,8 @@ pub enum Action<'a> {
     },
     /// Nothing; answered when everything before it is applied.
     Barrier,
+    /// Where else clients find the node.
+    Doors(Doors),
 }
 
 /// What a node tells about itself when it starts.
@@ -114,6 +116,15 @@ pub struct Start {
     pub version: u32,
     /// It keeps the log, but no state.
     pub witness: bool,
+}
+
+/// Where a node can be reached besides its ports for peers and for the line protocol; empty where it can not.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Doors {
+    /// HTTP.
+    pub http: String,
+    /// gRPC.
+    pub grpc: String,
 }
 
 /// A member.
@@ -207,6 +218,18 @@ pub enum Order {
         index: u64,
         /// SHA-256.
         digest: [u8; 32],
+    },
+    /// A member is dialed elsewhere from now on.
+    Address {
+        /// Which.
+        raft_id: RaftId,
+        /// Where.
+        peer_addr: String,
+    },
+    /// All members read this version, and from here on they may be given what only it has.
+    Version {
+        /// Never lower than before.
+        version: u32,
     },
 }
 

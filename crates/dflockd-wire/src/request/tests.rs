@@ -403,6 +403,15 @@ fn administration() {
     check_error(b"force-release\nk\ntok lock 1 \xff\n", 8);
     check_error("end-session\n12\ntok\n", 8);
     check_error("end-session\n12\ntok a\rb\n", 8);
+    check("cluster\nadd\ntok {\"node\": \"a b\"}\n", {
+        Request::Cluster { verb: "add", token: b"tok", json: "{\"node\": \"a b\"}" }
+    });
+    check("cluster\nstatus\n_\n", Request::Cluster { verb: "status", token: b"_", json: "" });
+    check_error("cluster\nadd\n\n", 8);
+    check_error("cluster\nadd\ntok {\r}\n", 8);
+    for verb in ["", "Add", "a b", "a/b"] {
+        check_error(format!("cluster\n{verb}\ntok {{}}\n"), 5);
+    }
     for session in ["x", "-1", "+1", "18446744073709551616"] {
         check_error(format!("end-session\n{session}\ntok why\n"), 5);
     }
@@ -499,6 +508,7 @@ fn requests<'a>(
             after: flag.then_some(key),
         },
         Request::EndSession { session: other.unsigned_abs(), token, reason: word },
+        Request::Cluster { verb: "policy", token, json: if flag { word } else { "" } },
     ];
     let locks = [Mode::Mutex, Mode::Read, Mode::Write, Mode::Semaphore { limit }];
     for mode in locks {

@@ -117,6 +117,10 @@ impl Sink for Peer {
         self.inbox.close();
     }
 
+    fn cut(&self) {
+        self.inbox.cut();
+    }
+
     fn poke(&self) {
         self.attend(Duration::ZERO);
     }

@@ -23,6 +23,7 @@ use slab::Slab;
 use super::Peers;
 use super::peer::{Cause, Next, Peer};
 use crate::service::Service;
+use crate::telemetry::ConnectionTrace;
 
 /// What a connection may bring at a time: more than a thousand requests, a millisecond or so of work.
 const READ_BYTES: usize = 16 * 1024;
@@ -160,6 +161,8 @@ struct Member {
     lingers: bool,
     /// It is among those that have more to read.
     comes_again: bool,
+    /// Ends with it.
+    trace: Option<Box<ConnectionTrace>>,
 }
 
 impl Turns {
@@ -336,12 +339,14 @@ impl Turns {
         self.poll.registry().register(&mut stream, Token(slot), interest)?;
         let tls = self.peers.tls.load_full();
         let peer = Peer::open(&self.worker, slot, stream, address, tls)?;
+        let telemetry = self.worker.service.telemetry.as_ref();
         self.members.insert(Member {
             peer,
             address: address.ip(),
             looks_at: Timestamp::NEVER,
             lingers: false,
             comes_again: false,
+            trace: telemetry.map(|telemetry| Box::new(telemetry.connection(address))),
         });
         self.turn(slot, Cause::Called);
         Ok(())
@@ -369,7 +374,8 @@ impl Turns {
     }
 
     fn remove(&mut self, slot: usize) {
-        let member = self.members.remove(slot);
+        let mut member = self.members.remove(slot);
+        member.trace = None;
         self.timers.remove(&(member.looks_at, slot));
         self.leave(member.address);
     }

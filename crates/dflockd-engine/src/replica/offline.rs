@@ -1,0 +1,449 @@
+//! A data directory without its node: looking into it, a backup made into a new cluster, and the last member made into
+//! one.
+//!
+//! A cluster that begins again is another cluster: it has a new id, so that members of the old one are refused. Nobody
+//! knows what was granted after the backup, or by members that are gone. So all sessions and holds end, fences go on
+//! beyond anything that can have been given out, and nothing is granted until every lease of before has ended.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use dflockd_core::{Command, SessionId, Span};
+use raft::eraftpb::{ConfState, SnapshotMetadata};
+use ring::digest::{SHA256, digest};
+use serde::{Deserialize, Serialize};
+
+use super::disk::{Disk, RealDisk};
+use super::driver::{WHO, Who};
+use super::log::inspect::{self, Inspection};
+use super::log::{LogBatch, LogOptions, LogStore};
+use super::machine::{Event, Machine};
+use super::types::{Action, Bits128, Member, RaftId};
+use super::{StateCopy, apply_entry, codec, note};
+use crate::clock::unix_nanos;
+
+/// So many fences are skipped, beside what the clock says: more than a cluster gives out in a year of 30,000 grants a
+/// second.
+pub const FENCE_MARGIN: u64 = 1 << 40;
+
+/// The first bytes of a backup.
+const MAGIC: &[u8; 8] = b"dflkback";
+const BACKUP_VERSION: u32 = 1;
+const DIGEST_BYTES: usize = 32;
+/// Longer is no head of a backup.
+const HEAD_BYTES_MAX: usize = 64 << 10;
+
+/// What stands before the state in a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Head {
+    cluster: Bits128,
+    index: u64,
+    term: u64,
+    /// Unix time in nanoseconds.
+    made_at: u64,
+    node: String,
+}
+
+/// Writes a copy of the state as the bytes of a backup file.
+///
+/// | Bytes | Field |
+/// | --- | --- |
+/// | 8 | magic `dflkback` |
+/// | 4 | version, 1 |
+/// | 4 | length of the head |
+/// | … | head, `postcard`: cluster, index, term, time, node |
+/// | … | the state |
+/// | 32 | SHA-256 of all before |
+#[must_use]
+pub fn write_backup(cluster: Bits128, node: &str, copy: &StateCopy) -> Bytes {
+    let (index, term) = (copy.index, copy.term);
+    let head = Head { cluster, index, term, made_at: unix_nanos(), node: node.to_owned() };
+    let head = codec::pack(&head);
+    let mut bytes = Vec::with_capacity(copy.data.len() + head.len() + 64);
+    bytes.extend_from_slice(MAGIC);
+    bytes.extend_from_slice(&BACKUP_VERSION.to_le_bytes());
+    let length = u32::try_from(head.len()).expect("names are short");
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(&head);
+    bytes.extend_from_slice(&copy.data);
+    let digest = digest(&SHA256, &bytes);
+    bytes.extend_from_slice(digest.as_ref());
+    bytes.into()
+}
+
+fn read_backup(bytes: &[u8]) -> Result<(Head, &[u8]), String> {
+    let Some((content, told)) = bytes.split_at_checked(bytes.len().saturating_sub(DIGEST_BYTES))
+    else {
+        return Err("it is too short".into());
+    };
+    let Some((magic, rest)) = content.split_at_checked(MAGIC.len()) else {
+        return Err("it is too short".into());
+    };
+    if magic != MAGIC {
+        return Err("it is not a backup of dflockd".into());
+    }
+    let Some((&numbers, rest)) = rest.split_first_chunk::<8>() else {
+        return Err("it is too short".into());
+    };
+    let [version, length] = [&numbers[..4], &numbers[4..]]
+        .map(|four| u32::from_le_bytes(four.try_into().expect("four bytes")));
+    if version != BACKUP_VERSION {
+        return Err(format!("it has version {version}, which this server does not know"));
+    }
+    if digest(&SHA256, content).as_ref() != told {
+        return Err("its digest is wrong: it is damaged or not complete".into());
+    }
+    let length = usize::try_from(length).ok().filter(|length| *length <= HEAD_BYTES_MAX);
+    let Some((head, data)) = length.and_then(|length| rest.split_at_checked(length)) else {
+        return Err("its head is too long".into());
+    };
+    let head = codec::unpack(head).map_err(|error| format!("its head: {error}"))?;
+    Ok((head, data))
+}
+
+/// Which member the new cluster begins with.
+#[derive(Clone, Debug)]
+pub struct Beginning {
+    /// Its name.
+    pub node: String,
+    /// Where peers will dial it.
+    pub peer_addr: String,
+    /// Where clients find it, until it says so itself.
+    pub client_addr: String,
+    /// Nothing is granted for so long at least.
+    pub delay_min: Span,
+}
+
+/// What was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Begun {
+    /// The new cluster.
+    pub cluster: Bits128,
+    /// The old one.
+    pub was: Bits128,
+    /// The last entry of the old one that is in it.
+    pub index: u64,
+    /// The first fence.
+    pub fence: u64,
+    /// How long nothing is granted, once the node leads.
+    pub delay: Span,
+    /// Sessions that ended.
+    pub sessions: usize,
+    /// Members that are no longer.
+    pub dropped: Vec<String>,
+    /// When the backup was made, in nanoseconds of Unix time; 0 if it was none.
+    pub made_at: u64,
+}
+
+/// Makes a data directory for the first member of a new cluster, with the state of a backup.
+///
+/// # Errors
+///
+/// If the file or the directory can not be used, as a text for people.
+pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun, String> {
+    let (head, data) = read_backup(backup).map_err(|why| format!("the backup: {why}"))?;
+    let mut machine = Machine::restore(data, false).map_err(|why| format!("the backup: {why}"))?;
+    if dir.is_dir() && dir.read_dir().map_err(|error| failed(dir, &error))?.next().is_some() {
+        return Err(format!(
+            "{} is not empty; a restore begins a new node and never writes over one",
+            dir.display()
+        ));
+    }
+    let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
+    let (mut log, _) = LogStore::open(disk, LogOptions::default())
+        .map_err(|error| format!("{}: {error}", dir.display()))?;
+    let who = Who {
+        cluster: None,
+        node: beginning.node.clone(),
+        raft_id: machine.next_raft_id(),
+        disk: rand::random(),
+    };
+    let mut begun = begin(&mut machine, &who, beginning, head.index);
+    begun.made_at = head.made_at;
+    let position = (head.index + 1, head.term + 1);
+    write(&mut log, &machine, who, begun.cluster, position).map_err(|error| failed(dir, &error))?;
+    Ok(begun)
+}
+
+/// Makes a cluster of its own of the one member whose directory this is.
+///
+/// # Errors
+///
+/// If the directory can not be used, as a text for people: a node runs in it, it is damaged, or it belongs to a witness.
+pub fn force_new(dir: &Path, delay_min: Span, dry_run: bool) -> Result<Begun, String> {
+    if !dir.is_dir() {
+        return Err(format!("{} is no directory", dir.display()));
+    }
+    let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
+    let (mut log, recovered) = LogStore::open(disk, LogOptions::default())
+        .map_err(|error| format!("{}: {error}", dir.display()))?;
+    let nothing = || format!("{} holds no member of a cluster", dir.display());
+    let who = recovered.notes.get(WHO).ok_or_else(nothing)?;
+    let who: Who = codec::unpack(who).map_err(|error| format!("the node's identity: {error}"))?;
+    let snapshot = recovered.snapshot.ok_or_else(nothing)?;
+    let mut machine = Machine::restore(&snapshot.data, false)?;
+    let (mut index, mut term) = (snapshot.metadata.index, snapshot.metadata.term);
+    let mut events: Vec<Event> = Vec::new();
+    // Also what was not known to be committed: the members that could say so are gone.
+    for entry in recovered.entries.iter().filter(|entry| entry.index > snapshot.metadata.index) {
+        apply_entry(&mut machine, entry, &mut events)
+            .map_err(|why| format!("entry {}: {why}", entry.index))?;
+        events.clear();
+        (index, term) = (entry.index, entry.term);
+    }
+    let Some(member) = machine.members().get(&who.raft_id).cloned() else {
+        return Err(format!("{} was removed from its cluster", who.node));
+    };
+    if member.witness {
+        return Err(format!(
+            "{} is a witness: it has the log, but no state to begin with; use a full member, or a backup",
+            who.node
+        ));
+    }
+    let Member { node, peer_addr, client_addr, .. } = member;
+    let beginning = Beginning { node, peer_addr, client_addr, delay_min };
+    let begun = begin(&mut machine, &who, &beginning, index);
+    if dry_run {
+        return Ok(begun);
+    }
+    let position = (index + 1, term.max(recovered.hard_state.term) + 1);
+    write(&mut log, &machine, who, begun.cluster, position).map_err(|error| failed(dir, &error))?;
+    Ok(begun)
+}
+
+/// Makes the state that of a new cluster.
+fn begin(machine: &mut Machine, who: &Who, beginning: &Beginning, index: u64) -> Begun {
+    let cluster: Bits128 = rand::random();
+    let was = machine.cluster();
+    let names = machine.members().values().map(|member| member.node.clone());
+    let dropped = names.filter(|node| *node != who.node).collect();
+    let limits = machine.policy().map(|policy| policy.limits.clone()).unwrap_or_default();
+    let longest = machine.store().map_or(Span::ZERO, |store| store.longest_lease());
+    let sessions = machine
+        .store()
+        .map_or(0, |store| store.session_ids(SessionId(0)..=SessionId(u64::MAX)).len());
+    // A change of leader may have made it longer.
+    let longest = Span(longest.max(limits.default_lease).0.saturating_add(limits.failover_grace.0));
+    let delay = longest.max(beginning.delay_min);
+    let fence = machine.fence_next().max(unix_nanos()).saturating_add(FENCE_MARGIN);
+    let member = Member {
+        node: who.node.clone(),
+        peer_addr: beginning.peer_addr.clone(),
+        client_addr: beginning.client_addr.clone(),
+        witness: false,
+        disk: Some(who.disk),
+    };
+    machine.begin_anew(cluster, who.raft_id, member, fence, delay);
+    Begun { cluster, was, index, fence, delay, sessions, dropped, made_at: 0 }
+}
+
+/// Puts the state into the directory. If this is interrupted it can be done again.
+fn write(
+    log: &mut LogStore<RealDisk>,
+    machine: &Machine,
+    mut who: Who,
+    cluster: Bits128,
+    (index, term): (u64, u64),
+) -> io::Result<()> {
+    let mut metadata = SnapshotMetadata { index, term, ..Default::default() };
+    metadata.set_conf_state(ConfState { voters: vec![who.raft_id], ..Default::default() });
+    who.cluster = Some(cluster);
+    log.install_snapshot(&metadata, &machine.snapshot())?;
+    // What is cut belonged to another log.
+    let notes = vec![(WHO.to_vec(), codec::pack(&who)), (note::WARY.to_vec(), Vec::new())];
+    log.write(&LogBatch { notes, ..LogBatch::default() })?;
+    log.sync()
+}
+
+fn failed(dir: &Path, error: &io::Error) -> String {
+    format!("{}: {error}", dir.display())
+}
+
+// ---- Looking ----
+
+/// Who the node of a directory is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// Its name.
+    pub node: String,
+    /// Its number.
+    pub raft_id: RaftId,
+    /// Its cluster, once it has one.
+    pub cluster: Option<Bits128>,
+    /// How often it was started.
+    pub starts: u32,
+}
+
+/// What is in a data directory.
+pub struct Report {
+    /// The node, as far as it could be read.
+    pub known: Option<Known>,
+    /// The state of the newest snapshot, if it can be read.
+    pub machine: Option<Result<Machine, String>>,
+    /// The files.
+    pub files: Inspection,
+}
+
+/// Looks into a data directory, and changes nothing.
+///
+/// # Errors
+///
+/// If it can not be read, or if a node runs in it.
+pub fn look(dir: &Path) -> io::Result<Report> {
+    let disk = Looker(dir.to_owned());
+    if let Ok(lock) = std::fs::File::open(dir.join("LOCK"))
+        && matches!(lock.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock))
+    {
+        let message = "a node runs in it; stop the node, or look at a copy";
+        return Err(io::Error::new(ErrorKind::WouldBlock, message));
+    }
+    let files = inspect::inspect(&disk)?;
+    let mut known = None;
+    let mut machine = None;
+    if let Ok(Some(log)) = &files.log {
+        let who = log.notes.get(WHO).and_then(|bytes| codec::unpack::<Who>(bytes).ok());
+        let starts = log.notes.get(note::START).and_then(|bytes| bytes.as_slice().try_into().ok());
+        known = who.map(|who| Known {
+            node: who.node,
+            raft_id: who.raft_id,
+            cluster: who.cluster,
+            starts: starts.map_or(0, u32::from_le_bytes),
+        });
+        let snapshot = log.snapshot.as_ref().filter(|snapshot| !snapshot.data.is_empty());
+        machine = snapshot.map(|snapshot| Machine::restore(&snapshot.data, false));
+    }
+    Ok(Report { known, machine, files })
+}
+
+/// An entry in words, without keys, values or tokens.
+#[must_use]
+pub fn describe(entry: &raft::eraftpb::Entry) -> String {
+    if let Some(change) = super::consensus::change_of(entry) {
+        return format!("{change:?}");
+    }
+    if entry.data.is_empty() {
+        return "empty, the first of a term".into();
+    }
+    let Ok(stamp) = codec::stamp_of(&entry.data) else { return "not readable".into() };
+    let mut parts =
+        vec![format!("at {:.3}s", std::time::Duration::from_nanos(stamp.0).as_secs_f64())];
+    for section in codec::sections(&entry.data) {
+        match section {
+            Ok(codec::Section::Order(order)) => parts.push(order_name(&order)),
+            Ok(codec::Section::Batch { run, first_seq, items, .. }) => {
+                let names: Vec<_> = items
+                    .map(|item| item.map_or("not readable", |item| action_name(&item.action)))
+                    .collect();
+                let raft_id = run.raft_id();
+                parts.push(format!("of member {raft_id} from {first_seq}: {}", names.join(" ")));
+            }
+            Err(error) => parts.push(format!("not readable: {error}")),
+        }
+    }
+    parts.join("; ")
+}
+
+fn order_name(order: &super::types::Order) -> String {
+    use super::types::Order;
+    match order {
+        Order::Init { fence, .. } => format!("Init (first fence {fence})"),
+        Order::Tick => "Tick".into(),
+        Order::NewTerm => "NewTerm".into(),
+        Order::NodeLost { run } => format!("NodeLost (member {})", run.raft_id()),
+        Order::Policy(_) => "Policy".into(),
+        Order::Digest { index, .. } => format!("Digest (of entry {index})"),
+        Order::Address { raft_id, peer_addr } => format!("Address (member {raft_id}: {peer_addr})"),
+        Order::Version { version } => format!("Version {version}"),
+    }
+}
+
+fn action_name(action: &Action<'_>) -> &'static str {
+    match action {
+        Action::Start(_) => "start",
+        Action::Command(command) => command_name(command),
+        Action::Undo(_) => "undo",
+        Action::Keep { .. } => "keep",
+        Action::Attach { .. } => "attach",
+        Action::Close { .. } => "close",
+        Action::Kick { .. } => "end-session",
+        Action::Barrier => "barrier",
+        Action::Doors(_) => "doors",
+    }
+}
+
+fn command_name(command: &Command<'_>) -> &'static str {
+    match command {
+        Command::Acquire { .. } => "acquire",
+        Command::Enqueue { .. } => "enqueue",
+        Command::Wait { .. } => "wait",
+        Command::Release { .. } => "release",
+        Command::Renew { .. } => "renew",
+        Command::RenewSession { .. } => "renew-session",
+        Command::ForceRelease { .. } => "force-release",
+        Command::Add { .. } => "counter-add",
+        Command::CounterSet { .. } => "counter-set",
+        Command::KvSet { .. } => "kv-set",
+        Command::KvDelete { .. } => "kv-delete",
+        Command::KvCompareAndSet { .. } => "kv-cas",
+        Command::Push { .. } => "list-push",
+        Command::Pop { .. } => "list-pop",
+        Command::BarrierWait { .. } => "barrier-wait",
+        Command::Signal { .. } => "signal",
+        Command::Subscribe(_) => "subscribe",
+        Command::Unsubscribe(_) => "unsubscribe",
+        Command::Cancel { .. } => "cancel",
+        Command::Acknowledge { .. } => "acknowledge",
+        Command::Undo(_) => "undo",
+        Command::Tick => "tick",
+        Command::NewTerm => "new-term",
+        Command::Detach { .. } => "detach",
+        Command::Attach => "attach",
+        Command::Orphan { .. } => "orphan",
+        Command::EndSession { .. } => "end-session",
+    }
+}
+
+/// A directory that is only read. Without a lock: it may belong to somebody else.
+struct Looker(PathBuf);
+
+impl Disk for Looker {
+    fn list(&self) -> io::Result<Vec<String>> {
+        let entries = self.0.read_dir()?;
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        Ok(names.collect())
+    }
+
+    fn len(&self, name: &str) -> io::Result<u64> {
+        Ok(std::fs::metadata(self.0.join(name))?.len())
+    }
+
+    fn read(&self, name: &str, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        use std::os::unix::fs::FileExt;
+        std::fs::File::open(self.0.join(name))?.read_exact_at(buffer, offset)
+    }
+
+    fn create(&mut self, _: &str, _: u64) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn write(&mut self, _: &str, _: u64, _: &[u8]) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn sync(&mut self, _: &str) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn rename(&mut self, _: &str, _: &str) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn remove(&mut self, _: &str) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    fn sync_dir(&mut self) -> io::Result<()> {
+        Err(ErrorKind::ReadOnlyFilesystem.into())
+    }
+}

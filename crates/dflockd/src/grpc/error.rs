@@ -1,0 +1,172 @@
+//! What a call is told when it is refused: a canonical code, and in the details a [`Reason`] for programs.
+//!
+//! No message ever holds a token, a value or a payload.
+
+use bytes::Bytes;
+use dflockd_core::{Outcome, Refusal, Revision};
+use dflockd_wire::grpc::{ErrorInfo, Reason};
+use prost::Message;
+use tonic::{Code, Status};
+
+use crate::caller::Gone;
+
+/// When a call that the server could not answer now may come again.
+const RETRY_MS: u64 = 200;
+/// Where the type of the details is found.
+const TYPE_URL: &str = "type.googleapis.com/dflockd.v1.ErrorInfo";
+
+/// A refusal before it becomes a [`Status`].
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Refused {
+    code: Code,
+    message: String,
+    info: ErrorInfo,
+}
+
+/// What `google.rpc.Status` looks like on the wire.
+#[derive(Clone, PartialEq, Message)]
+struct RpcStatus {
+    #[prost(int32, tag = "1")]
+    code: i32,
+    #[prost(string, tag = "2")]
+    message: String,
+    #[prost(message, repeated, tag = "3")]
+    details: Vec<prost_types::Any>,
+}
+
+impl Refused {
+    pub(crate) fn new(code: Code, reason: Reason, message: impl Into<String>) -> Self {
+        let info = ErrorInfo { reason: reason.into(), ..ErrorInfo::default() };
+        Self { code, message: message.into(), info }
+    }
+
+    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
+        Self::new(Code::InvalidArgument, Reason::BadRequest, message)
+    }
+
+    pub(crate) fn unauthenticated() -> Self {
+        Self::new(Code::Unauthenticated, Reason::Unauthenticated, "a valid auth token is required")
+    }
+
+    pub(crate) fn session_gone() -> Self {
+        Self::new(Code::NotFound, Reason::SessionGone, "there is no such session")
+    }
+
+    pub(crate) fn not_held() -> Self {
+        Self::new(Code::NotFound, Reason::NotHeld, "not held")
+    }
+
+    pub(crate) fn not_found(message: &'static str) -> Self {
+        Self::new(Code::NotFound, Reason::NotFound, message)
+    }
+
+    pub(crate) fn max_sessions() -> Self {
+        let text = "as many sessions as may be";
+        Self::new(Code::ResourceExhausted, Reason::MaxSessions, text).again()
+    }
+
+    pub(crate) fn draining() -> Self {
+        Self::new(Code::Unavailable, Reason::Draining, "the server is shutting down")
+    }
+
+    /// Nobody can say or decide it now; nothing has been done.
+    pub(crate) fn unavailable() -> Self {
+        Self::new(Code::Unavailable, Reason::Unavailable, "nobody can decide it now").again()
+    }
+
+    /// Nobody knows what came of it.
+    pub(crate) fn unknown() -> Self {
+        let text = "the request may have had its effect";
+        let mut refused = Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again();
+        refused.info.may_have_applied = true;
+        refused
+    }
+
+    pub(crate) fn not_leader(leader: Option<&str>) -> Self {
+        let text = "this member does not do it";
+        let mut refused = Self::new(Code::Unavailable, Reason::NotLeader, text);
+        refused.info.leader = leader.unwrap_or_default().to_owned();
+        refused
+    }
+
+    pub(crate) fn internal() -> Self {
+        Self::new(Code::Internal, Reason::Internal, "a defect of the server")
+    }
+
+    /// Changes up to a revision can not be told.
+    pub(crate) fn missed(code: Code, reason: Reason, message: &str, upto: Revision) -> Self {
+        let mut refused = Self::new(code, reason, message);
+        refused.info.revision = upto.0;
+        refused
+    }
+
+    /// A later try may succeed.
+    #[must_use]
+    fn again(mut self) -> Self {
+        self.info.retry_after_ms = RETRY_MS;
+        self
+    }
+
+    /// What the core said no to.
+    pub(crate) fn by_core(refusal: Refusal) -> Self {
+        let full = Code::ResourceExhausted;
+        let state = Code::FailedPrecondition;
+        let (code, reason, text) = match refusal {
+            Refusal::MaxLocks => (full, Reason::MaxLocks, "as many locks as may be"),
+            Refusal::MaxWaiters => (full, Reason::MaxWaiters, "as many waiters as may be"),
+            Refusal::MaxKeys => (full, Reason::MaxKeys, "as many values as may be"),
+            Refusal::ListFull => (full, Reason::ListFull, "the list is full"),
+            Refusal::MaxSubscriptions => {
+                (full, Reason::MaxSubscriptions, "as many subscriptions as may be")
+            }
+            Refusal::ValueTooLarge => return Self::bad_request("the value is too large"),
+            Refusal::BadPattern => return Self::bad_request("malformed pattern or channel"),
+            Refusal::LimitMismatch => {
+                (state, Reason::LimitMismatch, "the semaphore has another limit")
+            }
+            Refusal::TypeMismatch => {
+                (state, Reason::TypeMismatch, "the key is a lock of another kind")
+            }
+            Refusal::CountMismatch => {
+                (state, Reason::BarrierCountMismatch, "the barrier has another count")
+            }
+            Refusal::AlreadyEnqueued => (state, Reason::AlreadyEnqueued, "already enqueued"),
+            Refusal::NotEnqueued => (state, Reason::NotEnqueued, "not enqueued"),
+            Refusal::AlreadyWaiting => (state, Reason::AlreadyWaiting, "already waiting"),
+            Refusal::LeaseExpired => (Code::NotFound, Reason::LeaseExpired, "the lease has ended"),
+            Refusal::NotHeld => return Self::not_held(),
+            Refusal::Overflow => (Code::OutOfRange, Reason::Overflow, "the counter has no room"),
+            Refusal::NoFence => (Code::Unavailable, Reason::NoFence, "no fence can be had"),
+            Refusal::Forgotten => return Self::unknown(),
+            Refusal::Unavailable => return Self::unavailable(),
+        };
+        let refused = Self::new(code, reason, text);
+        if code == full || refusal == Refusal::NoFence { refused.again() } else { refused }
+    }
+
+    /// An answer that was not hoped for.
+    pub(crate) fn by(outcome: &Outcome) -> Self {
+        if let Outcome::Refused(refusal) = outcome {
+            return Self::by_core(*refusal);
+        }
+        tracing::error!("an outcome that the call can not have");
+        Self::internal()
+    }
+}
+
+impl From<Gone> for Refused {
+    fn from(_: Gone) -> Self {
+        let mut refused = Self::session_gone();
+        refused.info.may_have_applied = true;
+        refused
+    }
+}
+
+impl From<Refused> for Status {
+    fn from(refused: Refused) -> Self {
+        let Refused { code, message, info } = refused;
+        let any = prost_types::Any { type_url: TYPE_URL.to_owned(), value: info.encode_to_vec() };
+        let details = RpcStatus { code: code.into(), message: message.clone(), details: vec![any] };
+        Self::with_details(code, message, Bytes::from(details.encode_to_vec()))
+    }
+}

@@ -1,0 +1,183 @@
+//! The service `Locks`: mutexes, semaphores, read-write locks.
+
+#![expect(
+    clippy::wildcard_enum_match_arm,
+    reason = "all that a call does not hope for is refused alike"
+)]
+
+use std::sync::Arc;
+
+use dflockd_core::{Command, Grant as CoreGrant, LockPage, Only, Outcome};
+use dflockd_wire::TokenText;
+use dflockd_wire::grpc::locks_server::Locks;
+use dflockd_wire::grpc::{
+    AcquireRequest, AcquireResponse, DescribeRequest, DescribeResponse, EnqueueRequest,
+    EnqueueResponse, Grant, ListRequest, ListResponse, ReleaseRequest, ReleaseResponse,
+    RenewRequest, RenewResponse, TryAcquireRequest, WaitRequest, WaitResponse,
+};
+use tonic::{Request, Response, Status};
+
+use super::error::Refused;
+use super::gate::tell;
+use super::sessions::Told;
+use super::views::{Names, millis};
+use super::{Api, blocking, fields, open};
+
+/// Holders and waiters that are named per lock in a list.
+const EACH_MAX: usize = 32;
+/// The same where one key is looked at.
+const EACH_OF_ONE_MAX: usize = 1000;
+
+#[tonic::async_trait]
+impl Locks for Api {
+    async fn acquire(
+        &self,
+        request: Request<AcquireRequest>,
+    ) -> Result<Response<AcquireResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let mode = fields::mode(request.mode, request.limit)?;
+        let wait = fields::span(request.wait_ms)?;
+        let client = self.0.member(peer, &request).await?;
+        let lease = Some(client.lease(request.lease_ms)?);
+        let salt = rand::random();
+        let told = client.execute(Command::Acquire { key, mode, wait, lease, salt }).await?;
+        let grant = granted(&told)?;
+        Ok(tell(told, AcquireResponse { grant }))
+    }
+
+    async fn try_acquire(
+        &self,
+        request: Request<TryAcquireRequest>,
+    ) -> Result<Response<AcquireResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let mode = fields::mode(request.mode, request.limit)?;
+        let client = self.0.member(peer, &request).await?;
+        let lease = Some(client.lease(request.lease_ms)?);
+        let (wait, salt) = (dflockd_core::Span::ZERO, rand::random());
+        let told = client.execute(Command::Acquire { key, mode, wait, lease, salt }).await?;
+        let grant = granted(&told)?;
+        Ok(tell(told, AcquireResponse { grant }))
+    }
+
+    async fn release(
+        &self,
+        request: Request<ReleaseRequest>,
+    ) -> Result<Response<ReleaseResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let space = fields::space(request.mode)?;
+        let token = fields::token(&request.token)?;
+        let client = self.0.client(peer, &request).await?;
+        let told = client.execute(Command::Release { key, space, token, resign: false }).await?;
+        done(told.outcome())?;
+        Ok(Response::new(ReleaseResponse {}))
+    }
+
+    async fn renew(
+        &self,
+        request: Request<RenewRequest>,
+    ) -> Result<Response<RenewResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let space = fields::space(request.mode)?;
+        let token = fields::token(&request.token)?;
+        let client = self.0.client(peer, &request).await?;
+        let lease = Some(client.lease(request.lease_ms)?);
+        let told = client.execute(Command::Renew { key, space, token, lease }).await?;
+        let (fence, valid_for_ms) = renewed(&told)?;
+        Ok(Response::new(RenewResponse { fence, valid_for_ms }))
+    }
+
+    async fn enqueue(
+        &self,
+        request: Request<EnqueueRequest>,
+    ) -> Result<Response<EnqueueResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let mode = fields::mode(request.mode, request.limit)?;
+        let client = self.0.member(peer, &request).await?;
+        let lease = Some(client.lease(request.lease_ms)?);
+        let salt = rand::random();
+        let told = client.execute(Command::Enqueue { key, mode, lease, salt }).await?;
+        let grant = granted(&told)?;
+        Ok(tell(told, EnqueueResponse { grant }))
+    }
+
+    async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let key = fields::key(&request.key)?;
+        let space = fields::space(request.mode)?;
+        let wait = fields::span(request.wait_ms)?;
+        let client = self.0.member(peer, &request).await?;
+        let told = client.execute(Command::Wait { key, space, wait }).await?;
+        let grant = granted(&told)?;
+        Ok(tell(told, WaitResponse { grant }))
+    }
+
+    async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListResponse>, Status> {
+        let ListRequest { prefix, after, limit } = request.into_inner();
+        let limit = fields::page(limit)?;
+        let after = Some(&after[..]).filter(|after| !after.is_empty());
+        let page = LockPage::new(&prefix, after, limit, Only::All);
+        let engine = Arc::clone(&self.0.service.engine);
+        let listed = blocking(move || {
+            let (views, next) = engine.locks(page, EACH_MAX)?;
+            let mut names = Names::new(&engine);
+            let locks = views.iter().map(|view| names.lock(view)).collect();
+            let next = next.map_or_else(Default::default, |key| key.to_vec().into());
+            Some(ListResponse { locks, next })
+        });
+        Ok(Response::new(listed.await?))
+    }
+
+    async fn describe(
+        &self,
+        request: Request<DescribeRequest>,
+    ) -> Result<Response<DescribeResponse>, Status> {
+        let key = request.into_inner().key;
+        fields::key(&key)?;
+        let engine = Arc::clone(&self.0.service.engine);
+        let described = blocking(move || {
+            let views = engine.inspect(&key, EACH_OF_ONE_MAX)?;
+            Some((!views.is_empty()).then(|| Names::new(&engine).key(&views)))
+        });
+        let described = described.await?;
+        let described = described.ok_or_else(|| Refused::not_found("the key is nothing"))?;
+        Ok(Response::new(described))
+    }
+}
+
+/// The grant, or none if it was not granted in time or has a place in the queue.
+pub(super) fn granted(told: &Told) -> Result<Option<Grant>, Refused> {
+    match told.outcome() {
+        Outcome::Granted(CoreGrant { token, lease })
+        | Outcome::Acquired(CoreGrant { token, lease }) => {
+            let text = TokenText::from_parts(token.fence.0, token.salt);
+            Ok(Some(Grant {
+                token: text.as_str().to_owned(),
+                fence: token.fence.0,
+                valid_for_ms: millis(*lease),
+            }))
+        }
+        Outcome::Timeout | Outcome::Queued => Ok(None),
+        other => Err(Refused::by(other)),
+    }
+}
+
+/// The fence of a hold that goes on, and for how long.
+pub(super) fn renewed(told: &Told) -> Result<(u64, u64), Refused> {
+    match told.outcome() {
+        Outcome::Renewed { fence, lease } => Ok((fence.0, millis(*lease))),
+        other => Err(Refused::by(other)),
+    }
+}
+
+/// The answer to what can only succeed.
+pub(super) fn done(outcome: &Outcome) -> Result<(), Refused> {
+    match outcome {
+        Outcome::Done => Ok(()),
+        other => Err(Refused::by(other)),
+    }
+}

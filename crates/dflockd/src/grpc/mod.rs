@@ -1,0 +1,176 @@
+//! The gRPC interface `dflockd.v1`, over the same engine as the other doors: one queue per key for all of them.
+//!
+//! `listen` has the sockets, `gate` what every call passes, `sessions` who asks, `fields` what comes in, `error` the
+//! refusals. The services are in the other files; what they promise stands in the `.proto` files of `dflockd-wire`.
+
+mod admin;
+mod cluster;
+mod elections;
+mod error;
+mod fields;
+mod gate;
+mod listen;
+mod locks;
+mod session_calls;
+mod sessions;
+mod signals;
+mod values;
+mod views;
+mod watch;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dflockd_engine::Door;
+use dflockd_wire::grpc::{
+    self as proto, admin_server::AdminServer, barriers_server::BarriersServer,
+    cluster_server::ClusterServer, counters_server::CountersServer,
+    elections_server::ElectionsServer, kv_server::KvServer, lists_server::ListsServer,
+    locks_server::LocksServer, sessions_server::SessionsServer, signals_server::SignalsServer,
+    watch_server::WatchServer,
+};
+use tokio::sync::watch as watched;
+use tonic::service::Routes;
+use tonic::{Request, Status};
+use tonic_health::ServingStatus;
+use tonic_health::server::HealthReporter;
+
+use self::error::Refused;
+pub(crate) use self::listen::Listener;
+use self::sessions::Sessions;
+use crate::caller::Common;
+use crate::config::Config;
+use crate::service::Service;
+
+/// The longest message, in both directions.
+const MESSAGE_BYTES_MAX: usize = 2 << 20;
+/// How often it is looked whether the server can answer.
+const HEALTH_LOOK: Duration = Duration::from_millis(100);
+/// The names that health is told by; the empty one is the server as a whole.
+const SERVICES: [&str; 12] = [
+    "",
+    "dflockd.v1.Admin",
+    "dflockd.v1.Barriers",
+    "dflockd.v1.Cluster",
+    "dflockd.v1.Counters",
+    "dflockd.v1.Elections",
+    "dflockd.v1.Kv",
+    "dflockd.v1.Lists",
+    "dflockd.v1.Locks",
+    "dflockd.v1.Sessions",
+    "dflockd.v1.Signals",
+    "dflockd.v1.Watch",
+];
+
+/// What all calls share.
+pub(crate) struct App {
+    pub(crate) service: Arc<Service>,
+    pub(crate) sessions: Sessions,
+    /// For calls that need no session.
+    common: Common,
+    draining: watched::Sender<bool>,
+}
+
+/// The services.
+#[derive(Clone)]
+pub(crate) struct Api(pub(crate) Arc<App>);
+
+/// Where a call comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peer(pub(crate) IpAddr);
+
+impl App {
+    pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
+        Self {
+            sessions: Sessions::new(config),
+            common: Common::new(service, Door::Grpc, "grpc"),
+            draining: watched::Sender::new(false),
+            service: Arc::clone(service),
+        }
+    }
+
+    /// Ends what waits.
+    pub(crate) fn drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Waits until the server shuts down.
+    pub(crate) async fn drained(&self) {
+        // The sender is here, so it can not end otherwise.
+        let _ = self.draining.subscribe().wait_for(|draining| *draining).await;
+    }
+
+    /// Whether calls are answered here now.
+    pub(crate) fn is_ready(&self) -> bool {
+        let member = self.service.engine.replicated();
+        !self.service.is_draining() && member.is_none_or(|member| member.is_ready())
+    }
+}
+
+impl Peer {
+    fn of<T>(request: &Request<T>) -> Result<Self, Status> {
+        let peer = request.extensions().get::<Self>().copied();
+        peer.ok_or_else(|| Refused::internal().into())
+    }
+}
+
+/// A call apart: where it comes from, and what it asks.
+fn open<T>(request: Request<T>) -> Result<(Peer, T), Status> {
+    let peer = Peer::of(&request)?;
+    Ok((peer, request.into_inner()))
+}
+
+/// Does what may take a while on a thread that may be busy. None: nobody can say.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Option<T> + Send + 'static,
+) -> Result<T, Refused> {
+    let done = tokio::task::spawn_blocking(work).await.map_err(|_| Refused::internal())?;
+    done.ok_or_else(Refused::unavailable)
+}
+
+/// All services.
+fn routes(app: &Arc<App>) -> Result<Routes, tonic_reflection::server::Error> {
+    let api = Api(Arc::clone(app));
+    let (reporter, health) = tonic_health::server::health_reporter();
+    tokio::spawn(report_health(Arc::downgrade(app), reporter));
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    macro_rules! all {
+        ($routes:expr, $($server:ident)*) => {
+            $routes$(.add_service(
+                $server::new(api.clone())
+                    .max_decoding_message_size(MESSAGE_BYTES_MAX)
+                    .max_encoding_message_size(MESSAGE_BYTES_MAX),
+            ))*
+        };
+    }
+    let routes = Routes::new(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?);
+    let routes = all!(
+        routes, SessionsServer LocksServer ElectionsServer CountersServer KvServer ListsServer
+        BarriersServer SignalsServer WatchServer ClusterServer AdminServer
+    );
+    Ok(routes.prepare())
+}
+
+/// Tells whoever asks for the health of the server how it is.
+async fn report_health(app: std::sync::Weak<App>, reporter: HealthReporter) {
+    let mut told = None;
+    while let Some(app) = app.upgrade() {
+        let ready = app.is_ready();
+        if told != Some(ready) {
+            told = Some(ready);
+            let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+            for service in SERVICES {
+                reporter.set_service_status(service, status).await;
+            }
+        }
+        drop(app);
+        tokio::time::sleep(HEALTH_LOOK).await;
+    }
+}

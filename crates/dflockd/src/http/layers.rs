@@ -1,0 +1,250 @@
+//! What every request passes, in this order: CORS, metrics, rate limit, authentication, the state of the server; then
+//! its route.
+//!
+//! One service instead of one per concern: each would cost every request a box and a clone. axum calls it after the
+//! route was found, so that it knows the template, which is what metrics are kept by.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request};
+use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::{HeaderMap, HeaderValue, Method};
+use axum::response::{IntoResponse, Response};
+use axum::routing::Route;
+use axum::routing::future::RouteFuture;
+use dflockd_engine::Door;
+use tokio::time::Sleep;
+use tower::{Layer, Service};
+
+use super::cors::{Allowed, preflight};
+use super::error::ApiError;
+use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE};
+use crate::config::FollowerMode;
+use crate::telemetry::RequestTrace;
+
+/// Puts [`Gated`] around each route.
+#[derive(Clone)]
+pub(crate) struct Gate(pub(crate) Shared);
+
+/// A route behind the gate.
+#[derive(Clone)]
+pub(crate) struct Gated {
+    app: Shared,
+    route: Route,
+}
+
+/// What a route is for, which decides who may use it and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Asked by machines that watch this one; always answered.
+    Probe,
+    /// Says how the server is, also while it goes down.
+    Service,
+    /// The document, for everybody.
+    Document,
+    /// Files of the web page, for everybody.
+    Page,
+    /// There is no such route.
+    Unmatched,
+    /// Everything else.
+    Api,
+}
+
+impl Kind {
+    fn of(template: Option<&str>) -> Self {
+        match template {
+            None => Self::Unmatched,
+            Some("/health" | "/ready") => Self::Probe,
+            Some("/metrics" | "/v1/stats") => Self::Service,
+            Some("/v1/openapi.json") => Self::Document,
+            Some(page) if page == "/" || page == "/ui" || page.starts_with("/ui/") => Self::Page,
+            Some(_) => Self::Api,
+        }
+    }
+}
+
+impl Layer<Route> for Gate {
+    type Service = Gated;
+
+    fn layer(&self, route: Route) -> Gated {
+        Gated { app: Shared::clone(&self.0), route }
+    }
+}
+
+impl Service<Request> for Gated {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Passing;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request) -> Passing {
+        let begun = Instant::now();
+        let app = &self.app;
+        let template = request.extensions().get::<MatchedPath>().cloned();
+        let (method, headers) = (request.method().clone(), request.headers());
+        let kind = Kind::of(template.as_ref().map(MatchedPath::as_str));
+        let traced = app.service.telemetry.as_ref().filter(|_| kind != Kind::Probe);
+        let trace = traced.map(|telemetry| Box::new(telemetry.request(&method, headers)));
+        let allowed = if app.cors.is_active() { app.cors.allowed(headers) } else { None };
+        let step = if app.cors.is_preflight(&method, headers) {
+            Step::Done(preflight())
+        } else {
+            match app.admit(&request, kind, begun) {
+                Ok(()) => Step::Route(self.route.call(request)),
+                Err(Refused::Now(error)) => Step::Done(error.into_response()),
+                Err(Refused::Later(error)) => {
+                    Step::Pause(Box::pin(tokio::time::sleep(WRONG_TOKEN_PAUSE)), error)
+                }
+            }
+        };
+        Passing { step, app: Shared::clone(app), method, template, allowed, begun, trace }
+    }
+}
+
+enum Refused {
+    Now(ApiError),
+    /// After a pause.
+    Later(ApiError),
+}
+
+impl App {
+    /// Whether a request may go on to its route.
+    fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<(), Refused> {
+        if kind == Kind::Probe {
+            return Ok(());
+        }
+        let peer = request.extensions().get::<Peer>().copied();
+        if let (Some(limit), Some(peer)) = (&self.rate_limit, peer)
+            && !limit.admit(peer.0, now)
+        {
+            return Err(Refused::Now(ApiError::rate_limited()));
+        }
+        if kind == Kind::Document || kind == Kind::Page {
+            return Ok(());
+        }
+        if !self.is_authorized(request.headers()) {
+            let peer = peer.map(|peer| peer.0.to_string());
+            tracing::warn!(peer, "authentication failed");
+            self.service.metrics.auth_failed(Door::Http);
+            let challenge = HeaderValue::from_static("Bearer");
+            let refusal = ApiError::unauthorized().with_header(WWW_AUTHENTICATE, challenge);
+            return Err(Refused::Later(refusal));
+        }
+        if kind == Kind::Api {
+            self.is_served_here(request.method()).map_err(Refused::Now)?;
+        }
+        Ok(())
+    }
+
+    fn is_authorized(&self, headers: &HeaderMap) -> bool {
+        let token = self.service.auth.load();
+        let Some(token) = &*token else { return true };
+        let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
+        let Some((scheme, credentials)) = presented.split_at_checked(7) else { return false };
+        scheme.eq_ignore_ascii_case(b"bearer ") && token.matches(credentials.trim_ascii())
+    }
+
+    /// Refuses what this server does not do now, or never does itself.
+    fn is_served_here(&self, method: &Method) -> Result<(), ApiError> {
+        if self.service.is_draining() {
+            return Err(ApiError::draining());
+        }
+        let Some(member) = self.service.engine.replicated() else { return Ok(()) };
+        let changes = *method != Method::GET && *method != Method::HEAD;
+        let redirects = self.service.follower_mode == FollowerMode::Redirect && changes;
+        if !member.is_witness() && !redirects {
+            return Ok(());
+        }
+        let view = member.view();
+        if view.is_leader() && !member.is_witness() {
+            return Ok(());
+        }
+        Err(ApiError::not_leader(view.leader_addr(), view.leader_http_addr()))
+    }
+}
+
+/// A request on its way to its answer.
+pub(crate) struct Passing {
+    step: Step,
+    app: Shared,
+    method: Method,
+    template: Option<MatchedPath>,
+    allowed: Option<Allowed>,
+    begun: Instant,
+    trace: Option<Box<RequestTrace>>,
+}
+
+enum Step {
+    Route(RouteFuture<Infallible>),
+    Pause(Pin<Box<Sleep>>, ApiError),
+    Done(Response),
+    Told,
+}
+
+impl Future for Passing {
+    type Output = Result<Response, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let ready = match &mut this.step {
+            Step::Route(route) => match Pin::new(route).poll(cx) {
+                Poll::Ready(Ok(response)) => Some(response),
+                Poll::Pending => None,
+            },
+            Step::Pause(pause, _) => {
+                if pause.as_mut().poll(cx).is_pending() {
+                    return Poll::Pending;
+                }
+                None
+            }
+            Step::Done(_) | Step::Told => None,
+        };
+        let mut response = match (ready, &this.step) {
+            (Some(response), _) => response,
+            (None, Step::Route(_)) => return Poll::Pending,
+            (None, _) => match std::mem::replace(&mut this.step, Step::Told) {
+                Step::Pause(_, error) => error.into_response(),
+                Step::Done(response) => response,
+                Step::Route(_) | Step::Told => unreachable!("a finished future is not polled"),
+            },
+        };
+        let nosniff = HeaderValue::from_static("nosniff");
+        response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        if let Some(allowed) = this.allowed.take() {
+            allowed.tell(&mut response);
+        }
+        let template = this.template.as_ref().map(MatchedPath::as_str);
+        let (status, took) = (response.status(), this.begun.elapsed());
+        this.app.service.metrics.http_request(&this.method, template, status, took);
+        if let Some(trace) = this.trace.take() {
+            trace.answered(&this.method, template, status);
+        }
+        Poll::Ready(Ok(response))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_of_routes() {
+        for (template, kind) in [
+            (None, Kind::Unmatched),
+            (Some("/health"), Kind::Probe),
+            (Some("/v1/stats"), Kind::Service),
+            (Some("/"), Kind::Page),
+            (Some("/ui/{file}"), Kind::Page),
+            (Some("/uid"), Kind::Api),
+            (Some("/v1/locks/{key}"), Kind::Api),
+        ] {
+            assert_eq!(Kind::of(template), kind, "{template:?}");
+        }
+    }
+}

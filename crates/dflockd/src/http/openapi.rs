@@ -1,0 +1,58 @@
+//! The OpenAPI document: what the routes say of themselves, and what holds for all of them.
+
+use bytes::Bytes;
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
+use utoipa::openapi::{
+    Components, ContentBuilder, InfoBuilder, OpenApi, Ref, RefOr, Response, ResponseBuilder,
+};
+
+use super::body;
+
+/// Refusals that every route can give because of what stands before it, with their codes.
+const EVERYWHERE: [(&str, &str); 3] =
+    [("401", "`unauthorized`"), ("429", "`rate_limited`"), ("503", "`draining`, `not_leader`")];
+/// Routes that are answered whatever happens.
+const PROBES: [&str; 2] = ["/health", "/ready"];
+
+/// The text of the document.
+pub(crate) fn text(mut document: OpenApi) -> Bytes {
+    document.info = InfoBuilder::new()
+        .title("dflockd")
+        .version(env!("CARGO_PKG_VERSION"))
+        .description(Some(
+            "Locks, semaphores, read-write locks, elections, values and signals over JSON. Fences, revisions and \
+             other 64-bit numbers are strings.",
+        ))
+        .build();
+    let components = document.components.get_or_insert_with(Components::new);
+    let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).build();
+    components.add_security_scheme("bearer", SecurityScheme::Http(bearer));
+    // Without a token configured, nobody needs one.
+    let nothing = SecurityRequirement::default();
+    document.security = Some(vec![nothing, SecurityRequirement::new("bearer", [""; 0])]);
+    for (path, item) in &mut document.paths.paths {
+        if PROBES.contains(&path.as_str()) {
+            continue;
+        }
+        let operations = [
+            &mut item.get,
+            &mut item.put,
+            &mut item.post,
+            &mut item.delete,
+            &mut item.head,
+            &mut item.patch,
+        ];
+        for operation in operations.into_iter().flatten() {
+            for (status, codes) in EVERYWHERE {
+                let responses = &mut operation.responses.responses;
+                responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(refusal(codes)));
+            }
+        }
+    }
+    body::json_line(&document).into()
+}
+
+fn refusal(codes: &str) -> Response {
+    let error = ContentBuilder::new().schema(Some(Ref::from_schema_name("Error"))).build();
+    ResponseBuilder::new().description(codes).content("application/json", error).build()
+}

@@ -1,0 +1,124 @@
+//! How the server is: probes, stats, metrics, and the document of the interface.
+
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::Response;
+use serde::Serialize;
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Shared;
+use super::body::{json_response, reply, reply_with};
+use super::error::ApiError;
+use crate::metrics;
+
+pub(crate) fn routes() -> OpenApiRouter<Shared> {
+    OpenApiRouter::default()
+        .routes(routes!(health))
+        .routes(routes!(ready))
+        .routes(routes!(stats))
+        .routes(routes!(figures))
+        .routes(routes!(document))
+}
+
+/// How a server is.
+#[derive(Serialize, ToSchema)]
+struct Condition {
+    /// `ok`, `draining` or `not_ready`.
+    status: &'static str,
+    /// What a member of a cluster is that holds no vote over the state: `learner`, `witness` or `joining`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role: Option<&'static str>,
+}
+
+/// Whether the process answers
+#[utoipa::path(
+    get,
+    path = "/health",
+    tag = "service",
+    responses((status = 200, description = "It does", body = Condition)),
+)]
+async fn health() -> Response {
+    reply(&Condition { status: "ok", role: None })
+}
+
+/// Whether requests should be sent here
+#[utoipa::path(
+    get,
+    path = "/ready",
+    tag = "service",
+    responses(
+        (status = 200, description = "They should", body = Condition),
+        (status = 503, description = "`draining` or `not_ready`", body = Condition),
+    ),
+)]
+async fn ready(State(app): State<Shared>) -> Response {
+    let role = app.service.engine.replicated().and_then(|member| {
+        if member.is_witness() {
+            return Some("witness");
+        }
+        match member.view().status {
+            None => Some("joining"),
+            Some(status) => Some(status.role).filter(|role| *role == "learner"),
+        }
+    });
+    let unavailable =
+        |status| reply_with(StatusCode::SERVICE_UNAVAILABLE, &Condition { status, role });
+    if app.drain.is_leaving() {
+        return unavailable("draining");
+    }
+    if !app.is_ready() {
+        return unavailable("not_ready");
+    }
+    reply(&Condition { status: "ok", role })
+}
+
+/// The state, as `stats` of the line protocol shows it
+#[utoipa::path(
+    get,
+    path = "/v1/stats",
+    tag = "service",
+    responses((status = 200, description = "The state", body = Object)),
+)]
+async fn stats(State(app): State<Shared>) -> Result<Response, ApiError> {
+    let asked = app.service.engine.clock().now().0;
+    let service = std::sync::Arc::clone(&app.service);
+    let text = super::blocking(move || service.stats(asked)).await?;
+    let mut line = Vec::with_capacity(text.len() + 1);
+    line.extend_from_slice(&text);
+    line.push(b'\n');
+    Ok(json_response(StatusCode::OK, Body::from(line)))
+}
+
+/// Figures for Prometheus
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    tag = "service",
+    responses((status = 200, description = "Text format", content_type = "text/plain", body = String)),
+)]
+async fn figures(State(app): State<Shared>) -> Result<Response, ApiError> {
+    let text = super::blocking(move || app.service.metrics.encode(&app.service)).await?;
+    let mut response = Response::new(Body::from(text));
+    let kind = HeaderValue::from_static(metrics::CONTENT_TYPE);
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    Ok(response)
+}
+
+/// This document
+#[utoipa::path(
+    get,
+    path = "/v1/openapi.json",
+    tag = "service",
+    responses((status = 200, description = "OpenAPI 3.1", body = Object)),
+)]
+async fn document(State(app): State<Shared>) -> Response {
+    let text = app.document.get().cloned().unwrap_or_default();
+    let mut response = json_response(StatusCode::OK, Body::from(text));
+    let cache = HeaderValue::from_static("public, max-age=60");
+    response.headers_mut().insert(CACHE_CONTROL, cache);
+    response
+}

@@ -1,0 +1,169 @@
+//! The routes of sessions themselves.
+
+use axum::extract::{FromRequestParts, State};
+use axum::http::request::Parts;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::body::{Json, no_content, reply, segment};
+use super::error::{ApiError, ErrorBody};
+use super::{Peer, Shared};
+
+/// The longest name of a client or stable reference.
+const NAME_BYTES_MAX: usize = 64;
+
+pub(crate) fn routes() -> OpenApiRouter<Shared> {
+    OpenApiRouter::default()
+        .routes(routes!(create_session))
+        .routes(routes!(ping_session))
+        .routes(routes!(delete_session))
+}
+
+/// What a new session may say of itself.
+#[derive(Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct NewSession {
+    /// A name that people see: 1-64 printable bytes without space.
+    #[schema(min_length = 1, max_length = 64, pattern = "^[!-~]+$")]
+    client: Option<String>,
+    /// A name that stays the same over restarts of the client: 1-64 printable bytes.
+    #[schema(min_length = 1, max_length = 64, pattern = "^[ -~]+$")]
+    stable_ref: Option<String>,
+}
+
+#[derive(Serialize, ToSchema)]
+struct CreatedSession {
+    /// The id, which is a secret: whoever knows it can use the session.
+    #[schema(pattern = "^[0-9a-f]{32}$")]
+    session_id: String,
+    /// The session ends when it was not used for twice this; 0 is never.
+    idle_timeout_s: u64,
+}
+
+impl NewSession {
+    /// What people see of the session.
+    fn label(self) -> Result<Option<String>, ApiError> {
+        let fits = |name: &str, first: u8| {
+            (1..=NAME_BYTES_MAX).contains(&name.len())
+                && name.bytes().all(|byte| (first..=b'~').contains(&byte))
+        };
+        if self.stable_ref.as_deref().is_some_and(|name| !fits(name, b' ')) {
+            return Err(ApiError::bad_request("stable_ref is not 1 to 64 printable bytes"));
+        }
+        if self.client.as_deref().is_some_and(|name| !fits(name, b'!')) {
+            let why = "client is not 1 to 64 printable bytes without space";
+            return Err(ApiError::bad_request(why));
+        }
+        Ok(self.client.or(self.stable_ref))
+    }
+}
+
+/// The `{id}` of the path: 32 hexadecimal digits, to be looked up.
+struct Id(Vec<u8>);
+
+impl FromRequestParts<Shared> for Id {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
+        segment(parts, "{id}").map(Self)
+    }
+}
+
+/// Open a session
+///
+/// It stands for what a connection is in the line protocol: it owns holds and queue places. It ends when it was not
+/// used for twice the idle time; ping it at about half of that.
+#[utoipa::path(
+    post,
+    path = "/v1/sessions",
+    tag = "sessions",
+    request_body(content = Option<NewSession>),
+    responses(
+        (status = 200, description = "The session", body = CreatedSession),
+        (status = 400, description = "`bad_request`", body = ErrorBody),
+        (status = 500, description = "`session_create_failed`", body = ErrorBody),
+        (
+            status = 503,
+            description = "`max_sessions`, `max_sessions_per_ip`, `draining`, `unavailable`",
+            body = ErrorBody,
+        ),
+    ),
+)]
+async fn create_session(
+    State(app): State<Shared>,
+    peer: Peer,
+    new: Option<Json<NewSession>>,
+) -> Result<Response, ApiError> {
+    let label = new.map(|Json(new)| new.label()).transpose()?.flatten();
+    let session_id = app.open_session(peer, label).await?;
+    let idle_timeout_s = app.sessions.idle.as_secs();
+    Ok(reply(&CreatedSession { session_id, idle_timeout_s }))
+}
+
+/// Keep a session alive
+#[utoipa::path(
+    post,
+    path = "/v1/sessions/{id}/ping",
+    tag = "sessions",
+    params(("id" = String, Path, pattern = "^[0-9a-f]{32}$")),
+    responses(
+        (status = 204, description = "It is alive"),
+        (status = 400, description = "`bad_request`", body = ErrorBody),
+        (status = 410, description = "`session_gone`", body = ErrorBody),
+    ),
+)]
+async fn ping_session(State(app): State<Shared>, peer: Peer, id: Id) -> Result<Response, ApiError> {
+    app.ping_session(&id.0, peer).await?;
+    Ok(no_content())
+}
+
+/// End a session
+///
+/// Its long poll answers 410, its queue places go, and what it holds is released (unless the server is told to leave
+/// holds to their leases) before this is answered.
+#[utoipa::path(
+    delete,
+    path = "/v1/sessions/{id}",
+    tag = "sessions",
+    params(("id" = String, Path, pattern = "^[0-9a-f]{32}$")),
+    responses(
+        (status = 204, description = "It has ended"),
+        (status = 400, description = "`bad_request`", body = ErrorBody),
+        (status = 410, description = "`session_gone`", body = ErrorBody),
+    ),
+)]
+async fn delete_session(
+    State(app): State<Shared>,
+    peer: Peer,
+    id: Id,
+) -> Result<Response, ApiError> {
+    app.close_session(&id.0, peer).await?;
+    Ok(no_content())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn label(client: Option<&str>, stable_ref: Option<&str>) -> Option<Option<String>> {
+        let [client, stable_ref] = [client, stable_ref].map(|name| name.map(str::to_owned));
+        NewSession { client, stable_ref }.label().ok()
+    }
+
+    #[test]
+    fn names() {
+        assert_eq!(label(None, None), Some(None));
+        assert_eq!(label(None, Some("a b")), Some(Some("a b".to_owned())));
+        assert_eq!(label(Some("c"), Some("a b")), Some(Some("c".to_owned())));
+        let long = "x".repeat(65);
+        for wrong in ["", "ä", "a\n", &long] {
+            assert_eq!(label(None, Some(wrong)), None, "{wrong}");
+            assert_eq!(label(Some(wrong), None), None, "{wrong}");
+        }
+        assert_eq!(label(Some("a b"), None), None);
+        assert!(label(Some(&long[..64]), Some(&long[..64])).is_some());
+    }
+}

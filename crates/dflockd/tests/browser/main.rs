@@ -1,0 +1,27 @@
+//! The web page in a real browser: Chromium, driven over its DevTools protocol, before the built binary.
+//!
+//! Contention is made with clients of the line protocol; what they hear on their sockets is checked against what the
+//! page shows. Without Chromium the tests say that they are skipped, and with `CI` or `DFLOCKD_BROWSER=required` in the
+//! environment they fail. On Debian: `apt-get install chromium`. `DFLOCKD_SCREENSHOTS=1` also makes the pictures in
+//! `docs/images`.
+
+#[cfg(test)]
+mod access;
+#[cfg(test)]
+mod chromium;
+#[cfg(test)]
+#[path = "../cluster/harness.rs"]
+#[expect(dead_code, reason = "shared with the tests of the cluster, which need more of it")]
+mod harness;
+#[cfg(test)]
+mod pictures;
+#[cfg(test)]
+mod reach;
+#[cfg(test)]
+mod scene;
+#[cfg(test)]
+#[path = "../process/support.rs"]
+#[expect(dead_code, reason = "shared with the tests of the process, which need more of it")]
+mod support;
+#[cfg(test)]
+mod views;

@@ -1,0 +1,64 @@
+//! A server with an HTTP door and people around it.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use super::harness;
+use super::support::{self, Client, Server, fence};
+
+/// A running server.
+pub(super) struct Scene {
+    pub(super) server: Server,
+    pub(super) http: SocketAddr,
+}
+
+impl Scene {
+    pub(super) fn start(args: &[&str]) -> Self {
+        let mut tries = 0;
+        loop {
+            // The system cannot choose this port: 0 means that there is no HTTP.
+            let http = harness::free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+            match Self::start_at(http, args) {
+                Ok(scene) => return scene,
+                Err(error) => {
+                    tries += 1;
+                    let taken = error.to_lowercase().contains("in use");
+                    assert!(taken && tries < 5, "{error}");
+                }
+            }
+        }
+    }
+
+    /// With its HTTP door at a given address.
+    pub(super) fn start_at(http: SocketAddr, args: &[&str]) -> Result<Self, String> {
+        let mut command = support::command(args);
+        command.args(["--http-port", &http.port().to_string()]);
+        Server::try_launch(command).map(|server| Self { server, http })
+    }
+
+    /// The address of a view.
+    pub(super) fn page(&self, hash: &str) -> String {
+        format!("http://{}/ui/{hash}", self.http)
+    }
+
+    /// Somebody with a name.
+    pub(super) fn client(&self, name: &str) -> Client {
+        let mut client = self.server.connect();
+        client.check("hello", name, "lost", "ok lost");
+        client
+    }
+
+    /// Somebody who holds a lock, and the fence.
+    pub(super) fn holder(&self, name: &str, key: &str, lease: u32) -> (Client, String) {
+        let mut client = self.client(name);
+        let token = client.lock(key, &format!("0 {lease}"));
+        (client, fence(&token).to_string())
+    }
+
+    /// Somebody who waits for a lock, as number `place` in the queue.
+    pub(super) fn waiter(&self, name: &str, key: &str, place: u64) -> Client {
+        let mut client = self.client(name);
+        client.begin("l", key, "600 60");
+        self.server.connect().wait_for_waiters(key, place);
+        client
+    }
+}

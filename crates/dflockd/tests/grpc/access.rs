@@ -1,0 +1,133 @@
+//! Who may speak: TLS, auth token, admin token.
+
+use dflockd_wire::grpc::{
+    EndSessionRequest, ForceReleaseRequest, ListSessionsRequest, OpenRequest, Reason,
+};
+use tonic::metadata::MetadataValue;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
+use tonic::{Code, Request};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::site::{Link, Site, refused};
+use super::support::{Dir, Pair};
+
+const TOKEN: &str = "t0ken-of-the-tests";
+const ADMIN: &str = "adm1n-of-the-tests";
+
+fn with<T>(message: T, name: &'static str, value: &str) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert(name, MetadataValue::try_from(value).unwrap());
+    request
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_speaks_without_the_token() {
+    let site = Site::start(&["--auth-token", TOKEN]);
+    let link = site.link().await;
+    let open = OpenRequest::default;
+    let without = link.sessions().open(open()).await;
+    refused(without, Code::Unauthenticated, Reason::Unauthenticated);
+    for wrong in ["", "Bearer", "Bearer ", "Bearer wrong", "Basic x", TOKEN] {
+        let refusal = link.sessions().open(with(open(), "authorization", wrong)).await;
+        refused(refusal, Code::Unauthenticated, Reason::Unauthenticated);
+    }
+    for right in [format!("Bearer {TOKEN}"), format!("bearer  {TOKEN} ")] {
+        link.sessions().open(with(open(), "authorization", &right)).await.unwrap();
+    }
+    // Whoever watches the server needs no token.
+    let mut health = HealthClient::new(link.channel.clone());
+    let healthy = health.check(HealthCheckRequest::default()).await.unwrap().into_inner();
+    assert_eq!(healthy.status, 1);
+    let mut reflection =
+        tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient::new(
+            link.channel.clone(),
+        );
+    let asked = tokio_stream::iter([tonic_reflection::pb::v1::ServerReflectionRequest::default()]);
+    let described = reflection.server_reflection_info(asked).await;
+    assert_eq!(described.unwrap_err().code(), Code::Unauthenticated);
+    assert!(!site.server.output().contains(TOKEN), "no token in the log");
+}
+
+/// Promise 10.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_operator_ends_holds_and_sessions() {
+    let site = Site::start(&["--admin-token", ADMIN]);
+    let link = site.link().await;
+    let mut metadata = std::collections::BTreeMap::new();
+    metadata.insert("version".to_owned(), "7".to_owned());
+    let request = OpenRequest { ttl_ms: 0, client_name: "victim".into(), metadata };
+    let opened = link.sessions().open(request).await.unwrap().into_inner();
+    let victim =
+        super::site::Session { link: link.clone(), id: opened.session, number: opened.number };
+    let held = victim.lock("k").await;
+    let force =
+        |fence| ForceReleaseRequest { key: "k".into(), mode: 0, fence, reason: "because".into() };
+    let without = link.admin().force_release(force(held.fence)).await;
+    refused(without, Code::PermissionDenied, Reason::NotAdmin);
+    let wrong = with(force(held.fence), "x-dflockd-admin", "wrong");
+    let wrong = link.admin().force_release(wrong).await;
+    refused(wrong, Code::PermissionDenied, Reason::NotAdmin);
+    let none =
+        with(ForceReleaseRequest { reason: " ".into(), ..force(1) }, "x-dflockd-admin", ADMIN);
+    let none = link.admin().force_release(none).await;
+    refused(none, Code::InvalidArgument, Reason::BadRequest);
+    let missing = link.admin().force_release(with(force(1), "x-dflockd-admin", ADMIN)).await;
+    refused(missing, Code::NotFound, Reason::NotHeld);
+    let right = with(force(held.fence), "x-dflockd-admin", ADMIN);
+    link.admin().force_release(right).await.unwrap();
+    site.server.wait_for_output("hold ended by an operator");
+    let lost = victim.keep_alive().await.unwrap().lost;
+    assert_eq!((lost.len(), lost[0].fence, lost[0].reason), (1, held.fence, 2));
+    let again = victim.lock("k").await;
+    assert!(again.fence > held.fence, "promise 10");
+
+    let list = with(ListSessionsRequest { after: 0, limit: 0 }, "x-dflockd-admin", ADMIN);
+    let listed = link.admin().list_sessions(list).await.unwrap().into_inner();
+    let found = listed.sessions.iter().find(|session| session.number == victim.number);
+    let found = found.expect("it is listed");
+    assert_eq!((&*found.client, &*found.door, found.holds), ("victim", "grpc", 1));
+    assert_eq!(found.metadata["version"], "7");
+    let end = |number| {
+        let request = EndSessionRequest { number, reason: "because".into() };
+        with(request, "x-dflockd-admin", ADMIN)
+    };
+    link.admin().end_session(end(victim.number)).await.unwrap();
+    let gone = link.admin().end_session(end(victim.number)).await;
+    refused(gone, Code::NotFound, Reason::NotFound);
+    refused(victim.keep_alive().await, Code::NotFound, Reason::SessionGone);
+    assert!(!site.server.output().contains(ADMIN), "no token in the log");
+    // Without a token nobody is an operator.
+    let other = Site::start(&[]);
+    let disabled = other.link().await.admin().end_session(end(1)).await;
+    refused(disabled, Code::FailedPrecondition, Reason::AdminDisabled);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tls_is_the_one_of_the_line_protocol() {
+    let dir = Dir::new();
+    let pair = Pair::new();
+    let mut flags = vec!["--auth-token", TOKEN];
+    let of_tls = pair.flags(&dir);
+    flags.extend(of_tls.iter().map(|flag| &**flag));
+    let site = Site::start(&flags);
+    let authority = Certificate::from_pem(&pair.cert);
+    let tls = ClientTlsConfig::new().ca_certificate(authority).domain_name("localhost");
+    let endpoint = Endpoint::from_shared(format!("https://{}", site.grpc)).unwrap();
+    let link = Link::over(endpoint.tls_config(tls).unwrap()).await;
+    let bearer = format!("Bearer {TOKEN}");
+    let open = with(OpenRequest::default(), "authorization", &bearer);
+    link.sessions().open(open).await.unwrap();
+    let refusal = link.sessions().open(OpenRequest::default()).await;
+    refused(refusal, Code::Unauthenticated, Reason::Unauthenticated);
+    // Plain text is not answered.
+    let plain = Endpoint::from_shared(format!("http://{}", site.grpc)).unwrap();
+    match plain.connect().await {
+        Err(_) => {}
+        Ok(channel) => {
+            let plain = Link { channel };
+            let open = with(OpenRequest::default(), "authorization", &bearer);
+            assert!(plain.sessions().open(open).await.is_err());
+        }
+    }
+}

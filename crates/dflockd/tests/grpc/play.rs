@@ -1,0 +1,777 @@
+//! A server that is talked to by gRPC, as scripts of the line protocol see it: each request line becomes the call that
+//! stands for it, and what comes of it is printed as the line protocol would.
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use dflockd_wire::grpc::compare_and_set_request::Expect;
+use dflockd_wire::grpc::subscribe_response::What;
+use dflockd_wire::grpc::{
+    self as proto, AcquireRequest, AddCounterRequest, BarrierWaitRequest, CampaignRequest,
+    CloseRequest, CompareAndSetRequest, DeleteRequest, EnqueueRequest, GetCounterRequest,
+    GetRequest, Grant, LengthRequest, ListEnd, LockMode, ObserveRequest, PopRequest,
+    PublishRequest, PushRequest, RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest,
+    SetCounterRequest, SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
+};
+use dflockd_wire::{
+    Decoded, Decoder, End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText, Unit,
+};
+use parking_lot::Mutex;
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
+use tokio::task::AbortHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::harness::{Dir, Node, Process, free_addresses, host};
+use super::site::{Link, Session, info};
+use super::transcript::{Received, Server};
+
+/// How long an expected line may take, beside the time that the script lets pass.
+const PATIENCE: Duration = Duration::from_secs(8);
+/// How far real time may run ahead of the script before silence proves nothing.
+const LATE: Duration = Duration::from_millis(150);
+/// After this, what is not answered waits.
+const UNANSWERED: Duration = Duration::from_millis(60);
+
+/// A server, and the connections of a script.
+pub(super) struct Played {
+    runtime: Runtime,
+    process: Process,
+    link: Link,
+    conns: BTreeMap<String, Conn>,
+    /// The lease of who names none, which sessions have as their time to live.
+    ttl_ms: u64,
+    started: Instant,
+    passed: Duration,
+    _dir: Dir,
+}
+
+/// What a script calls a connection: a session, and lines that came.
+struct Conn {
+    requests: mpsc::UnboundedSender<Vec<u8>>,
+    lines: Arc<Lines>,
+    session: Session,
+    worker: AbortHandle,
+}
+
+#[derive(Default)]
+struct Lines {
+    state: Mutex<LinesState>,
+}
+
+#[derive(Default)]
+struct LinesState {
+    arrived: std::collections::VecDeque<Vec<u8>>,
+    /// Requests that are not answered.
+    open: usize,
+}
+
+impl Lines {
+    fn push(&self, line: Vec<u8>) {
+        self.state.lock().arrived.push_back(line);
+    }
+
+    fn answer(&self, response: &Response<'_>) {
+        let mut line = Vec::new();
+        response.print(Unit::Seconds, None, &mut line);
+        let mut state = self.state.lock();
+        state.open -= 1;
+        line.pop();
+        state.arrived.push_back(line);
+    }
+
+    fn tell(&self, push: &Push<'_>) {
+        let mut line = Vec::new();
+        push.print(&mut line);
+        line.pop();
+        self.push(line);
+    }
+}
+
+impl Played {
+    pub(super) fn start(flags: &[String], durable: bool) -> Result<Self, String> {
+        let dir = Dir::new();
+        let address = host();
+        let [line, peer, grpc] = free_addresses(address, 3)[..] else { unreachable!() };
+        let mut all = if durable {
+            let list = vec!["--cluster-peers".to_owned(), format!("n={peer}@{line}")];
+            let mut all = Node::new("n", line, peer, dir.path("data"), &list).flags;
+            for flag in ["--election-timeout-ms", "400", "--failover-grace", "0"] {
+                all.push(flag.to_owned());
+            }
+            all
+        } else {
+            vec!["--host".into(), address.to_string(), "--port".into(), line.port().to_string()]
+        };
+        all.extend(["--grpc-port".to_owned(), grpc.port().to_string()]);
+        all.extend_from_slice(flags);
+        let mut process = Process::start(&all);
+        let begun = Instant::now();
+        while !process.output().contains("listening for gRPC") {
+            if process.ended().is_some() || begun.elapsed() > super::support::LIMIT {
+                return Err(format!("the server did not start: {}", process.output()));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
+        let ttl_ms = default_lease(flags) * 1000;
+        let link = runtime.block_on(connect(grpc));
+        let started = Instant::now();
+        let passed = Duration::ZERO;
+        let conns = BTreeMap::new();
+        Ok(Self { runtime, process, link, conns, ttl_ms, started, passed, _dir: dir })
+    }
+
+    fn conn(&mut self, conn: &str) -> &mut Conn {
+        self.conns.get_mut(conn).expect("opened before it is used")
+    }
+
+    /// Waits until every request is answered or waits.
+    fn settle(&self) {
+        let begun = Instant::now();
+        loop {
+            let open = self.conns.values().any(|conn| conn.lines.state.lock().open > 0);
+            let waited = begun.elapsed();
+            if !open && waited > Duration::from_millis(5) || waited > UNANSWERED {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// The server answers once it has a leader.
+async fn connect(address: SocketAddr) -> Link {
+    let link = Link::connect(address).await;
+    super::site::eventually("it can open sessions", async || {
+        link.sessions().open(proto::OpenRequest::default()).await.ok().map(|_| ())
+    })
+    .await;
+    link
+}
+
+fn default_lease(flags: &[String]) -> u64 {
+    let mut flags = flags.iter();
+    while let Some(flag) = flags.next() {
+        if flag == "--default-lease-ttl" {
+            return flags.next().and_then(|value| value.parse().ok()).expect("a number");
+        }
+        if let Some(value) = flag.strip_prefix("--default-lease-ttl=") {
+            return value.parse().expect("a number");
+        }
+    }
+    33
+}
+
+impl Server for Played {
+    fn open(&mut self, conn: &str) {
+        let session = self.runtime.block_on(self.link.open(self.ttl_ms));
+        let (requests, queue) = mpsc::unbounded_channel();
+        let lines = Arc::new(Lines::default());
+        let talk = Talk::new(session.clone(), Arc::clone(&lines));
+        let worker = self.runtime.spawn(talk.run(queue)).abort_handle();
+        self.conns.insert(conn.to_owned(), Conn { requests, lines, session, worker });
+    }
+
+    fn send(&mut self, conn: &str, bytes: &[u8]) {
+        let conn = self.conn(conn);
+        let mut decoder = Decoder::new(1 << 20);
+        let mut rest = bytes;
+        while let Decoded::Frame { used, .. } = decoder.decode(rest) {
+            conn.lines.state.lock().open += 1;
+            conn.requests.send(rest[..used].to_vec()).expect("its worker runs");
+            rest = &rest[used..];
+        }
+        assert!(rest.is_empty(), "only whole requests can be played");
+        self.settle();
+    }
+
+    fn half_close(&mut self, _: &str) {
+        unreachable!("sections with it are not played")
+    }
+
+    fn close(&mut self, conn: &str) {
+        let conn = self.conns.remove(conn).expect("opened before it is used");
+        conn.worker.abort();
+        let close = CloseRequest { session: conn.session.id.clone() };
+        self.runtime.block_on(self.link.sessions().close(close)).expect("it is there");
+        self.settle();
+    }
+
+    fn reset(&mut self, _: &str) {
+        unreachable!("sections with it are not played")
+    }
+
+    fn stall(&mut self, _: &str) {
+        unreachable!("sections with it are not played")
+    }
+
+    fn receive(&mut self, conn: &str) -> Received {
+        let begun = Instant::now();
+        loop {
+            if let Some(line) = self.conn(conn).lines.state.lock().arrived.pop_front() {
+                return Received::Line(line);
+            }
+            if begun.elapsed() > PATIENCE {
+                return Received::Nothing;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn receive_now(&mut self, conn: &str) -> Received {
+        self.settle();
+        let line = self.conn(conn).lines.state.lock().arrived.pop_front();
+        line.map_or(Received::Nothing, Received::Line)
+    }
+
+    fn pass(&mut self, time: Duration) {
+        std::thread::sleep(time);
+        self.passed += time;
+    }
+
+    fn is_late(&self) -> bool {
+        self.started.elapsed() > self.passed + LATE
+    }
+
+    fn terminate(&mut self) {
+        unreachable!("sections with it are not played")
+    }
+
+    fn check(&mut self) {}
+
+    fn log(&self) -> Vec<String> {
+        self.process.output().lines().map(str::to_owned).collect()
+    }
+}
+
+/// One conversation.
+struct Talk {
+    session: Session,
+    lines: Arc<Lines>,
+    signals: Option<mpsc::Sender<SubscribeRequest>>,
+    /// Whether the oldest wish of the stream of signals was applied.
+    applied: Arc<tokio::sync::Notify>,
+    streams: BTreeMap<(Op, Vec<u8>), AbortHandle>,
+    /// What is watched, and up to where it was told.
+    patterns: Vec<bytes::Bytes>,
+    seen: Arc<AtomicU64>,
+}
+
+impl Drop for Talk {
+    fn drop(&mut self) {
+        for stream in self.streams.values() {
+            stream.abort();
+        }
+    }
+}
+
+impl Talk {
+    fn new(session: Session, lines: Arc<Lines>) -> Self {
+        let applied = Arc::default();
+        let (streams, patterns, seen) = (BTreeMap::new(), Vec::new(), Arc::default());
+        Self { session, lines, signals: None, applied, streams, patterns, seen }
+    }
+
+    /// One request after the other, as a connection of the line protocol does it.
+    async fn run(mut self, mut queue: mpsc::UnboundedReceiver<Vec<u8>>) {
+        while let Some(bytes) = queue.recv().await {
+            let mut decoder = Decoder::new(1 << 20);
+            let Decoded::Frame { frame, .. } = decoder.decode(&bytes) else { unreachable!() };
+            let request = Op::parse(frame.command)
+                .and_then(|op| Some((op, Request::parse(op, &frame, Unit::Seconds).ok()?)));
+            match request {
+                // No call stands for what is no request.
+                None => self.lines.answer(&Response::Error(ErrorCode::Error)),
+                Some((op, request)) => self.execute(op, request).await,
+            }
+        }
+    }
+
+    async fn execute(&mut self, op: Op, request: Request<'_>) {
+        let text = |bytes: &[u8]| bytes::Bytes::copy_from_slice(bytes);
+        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap();
+        let lease = |lease: Option<Duration>| lease.map_or(0, ms);
+        let link = self.session.link.clone();
+        let session = self.session.id.clone();
+        match request {
+            Request::Ping => self.lines.answer(&Response::Ok),
+            Request::Acquire { mode: Mode::Election, key, wait, lease: asked } => {
+                let request = CampaignRequest {
+                    session,
+                    key: text(key),
+                    wait_ms: ms(wait),
+                    lease_ms: lease(asked),
+                    ..CampaignRequest::default()
+                };
+                let told = link.elections().campaign(request).await;
+                self.granted(op, told.map(|told| told.into_inner().grant));
+            }
+            Request::Acquire { mode, key, wait, lease: asked } => {
+                let (mode, limit) = mode_of(mode);
+                let request = AcquireRequest {
+                    session,
+                    key: text(key),
+                    mode,
+                    limit,
+                    wait_ms: ms(wait),
+                    lease_ms: lease(asked),
+                    ..AcquireRequest::default()
+                };
+                let told = link.locks().acquire(request).await;
+                self.granted(op, told.map(|told| told.into_inner().grant));
+            }
+            Request::Enqueue { mode, key, lease: asked } => {
+                let (mode, limit) = mode_of(mode);
+                let request = EnqueueRequest {
+                    session,
+                    key: text(key),
+                    mode,
+                    limit,
+                    lease_ms: lease(asked),
+                    ..EnqueueRequest::default()
+                };
+                let told = link.locks().enqueue(request).await;
+                self.granted(op, told.map(|told| told.into_inner().grant));
+            }
+            Request::Wait { space, key, wait } => {
+                let request = WaitRequest {
+                    session,
+                    key: text(key),
+                    mode: space_of(space),
+                    wait_ms: ms(wait),
+                    ..WaitRequest::default()
+                };
+                let told = link.locks().wait(request).await;
+                self.granted(op, told.map(|told| told.into_inner().grant));
+            }
+            Request::Release { key, token, resign: true, .. } => {
+                let token = String::from_utf8_lossy(token).into_owned();
+                let request =
+                    ResignRequest { session, key: text(key), token, ..ResignRequest::default() };
+                let told = link.elections().resign(request).await;
+                self.done(op, told.map(|_| ()));
+            }
+            Request::Release { space, key, token, resign: _ } => {
+                let request = ReleaseRequest {
+                    session,
+                    key: text(key),
+                    mode: space_of(space),
+                    token: String::from_utf8_lossy(token).into_owned(),
+                    ..ReleaseRequest::default()
+                };
+                let told = link.locks().release(request).await;
+                self.done(op, told.map(|_| ()));
+            }
+            Request::Renew { space, key, token, lease: asked } => {
+                let request = RenewRequest {
+                    session,
+                    key: text(key),
+                    mode: space_of(space),
+                    token: String::from_utf8_lossy(token).into_owned(),
+                    lease_ms: lease(asked),
+                    ..RenewRequest::default()
+                };
+                match link.locks().renew(request).await {
+                    Ok(renewed) => {
+                        let renewed = renewed.into_inner();
+                        let remaining = Duration::from_millis(renewed.valid_for_ms);
+                        let fence = matches!(op, Op::Rn | Op::Wn).then_some(renewed.fence);
+                        self.lines.answer(&Response::Renewed { remaining, fence });
+                    }
+                    Err(status) => self.refused(op, &status),
+                }
+            }
+            Request::Add { key, delta, decrement } => {
+                let delta = if decrement { delta.wrapping_neg() } else { delta };
+                let request =
+                    AddCounterRequest { session, key: text(key), delta, ..Default::default() };
+                let told = link.counters().add(request).await;
+                self.number(op, told.map(|told| told.into_inner().value));
+            }
+            Request::CounterGet { key } => {
+                let told = link.counters().get(GetCounterRequest { key: text(key) }).await;
+                self.number(op, told.map(|told| told.into_inner().value));
+            }
+            Request::CounterSet { key, value } => {
+                let request =
+                    SetCounterRequest { session, key: text(key), value, ..Default::default() };
+                let told = link.counters().set(request).await;
+                self.done(op, told.map(|_| ()));
+            }
+            Request::KvSet { key, value, ttl } => {
+                let (key, value, ttl_ms) = (text(key), text(value), lease(ttl));
+                let request = SetRequest { session, key, value, ttl_ms, ..Default::default() };
+                let told = link.kv().set(request).await;
+                self.done(op, told.map(|_| ()));
+            }
+            Request::KvGet { key } => match link.kv().get(GetRequest { key: text(key) }).await {
+                Ok(told) => match told.into_inner().entry {
+                    Some(entry) => self.lines.answer(&Response::Value(&entry.value)),
+                    None => self.lines.answer(&Response::Nil),
+                },
+                Err(status) => self.refused(op, &status),
+            },
+            Request::KvDelete { key } => {
+                let request = DeleteRequest { session, key: text(key), ..Default::default() };
+                let told = link.kv().delete(request).await;
+                self.done(op, told.map(|_| ()));
+            }
+            Request::KvCompareAndSet { key, old, new, ttl } => {
+                let expect = old.map_or(Expect::Absent(true), |old| Expect::Value(text(old)));
+                let request = CompareAndSetRequest {
+                    session,
+                    key: text(key),
+                    expect: Some(expect),
+                    new_value: text(new),
+                    ttl_ms: lease(ttl),
+                    ..CompareAndSetRequest::default()
+                };
+                match link.kv().compare_and_set(request).await {
+                    Ok(told) if told.get_ref().written => self.lines.answer(&Response::Ok),
+                    Ok(_) => self.lines.answer(&Response::CasConflict),
+                    Err(status) => self.refused(op, &status),
+                }
+            }
+            Request::Push { key, end, value } => {
+                let (key, item, end) = (text(key), text(value), end_of(end));
+                let request = PushRequest { session, key, end, item, ..Default::default() };
+                let told = link.lists().push(request).await;
+                let length = told.map(|told| i64::try_from(told.into_inner().length).unwrap());
+                self.number(op, length);
+            }
+            Request::Pop { key, end } => {
+                let request =
+                    PopRequest { session, key: text(key), end: end_of(end), ..Default::default() };
+                let told = link.lists().pop(request).await;
+                self.item(op, told.map(|told| told.into_inner().item));
+            }
+            Request::BlockingPop { key, end, wait } => {
+                let request = PopRequest {
+                    session,
+                    key: text(key),
+                    end: end_of(end),
+                    wait_ms: Some(ms(wait)),
+                    ..PopRequest::default()
+                };
+                let told = link.lists().pop(request).await;
+                self.item(op, told.map(|told| told.into_inner().item));
+            }
+            Request::Length { key } => {
+                let told = link.lists().length(LengthRequest { key: text(key) }).await;
+                let length = told.map(|told| i64::try_from(told.into_inner().length).unwrap());
+                self.number(op, length);
+            }
+            Request::Range { key, start, stop } => {
+                let request = RangeRequest { key: text(key), start, stop };
+                match link.lists().range(request).await {
+                    Ok(told) => {
+                        let items = told.into_inner().items;
+                        let items: Vec<_> =
+                            items.iter().map(|item| String::from_utf8_lossy(item)).collect();
+                        let json = serde_json::to_vec(&items).unwrap();
+                        self.lines.answer(&Response::Value(&json));
+                    }
+                    Err(status) => self.refused(op, &status),
+                }
+            }
+            Request::BarrierWait { key, count, wait } => {
+                let request = BarrierWaitRequest {
+                    session,
+                    key: text(key),
+                    count,
+                    wait_ms: ms(wait),
+                    ..BarrierWaitRequest::default()
+                };
+                match link.barriers().wait(request).await {
+                    Ok(told) if told.get_ref().passed => self.lines.answer(&Response::Ok),
+                    Ok(_) => self.lines.answer(&Response::Timeout),
+                    Err(status) => self.refused(op, &status),
+                }
+            }
+            Request::Signal { channel, payload } => {
+                let (channel, payload) = (text(channel), text(payload));
+                let request = PublishRequest { session, channel, payload, ..Default::default() };
+                let told = link.signals().publish(request).await;
+                let count = told.map(|told| i64::try_from(told.into_inner().receivers).unwrap());
+                self.number(op, count);
+            }
+            Request::Listen { pattern, group } => {
+                let wish = Subscription { pattern: text(pattern), group: text(group) };
+                let told = self.wish(SubscribeRequest { add: vec![wish], remove: vec![] }).await;
+                self.done(op, told);
+            }
+            Request::Unlisten { pattern, group } => {
+                let wish = Subscription { pattern: text(pattern), group: text(group) };
+                // Without a stream there is nothing to unlisten.
+                let told = match self.signals {
+                    None => Ok(()),
+                    Some(_) => {
+                        self.wish(SubscribeRequest { add: vec![], remove: vec![wish] }).await
+                    }
+                };
+                self.done(op, told);
+            }
+            Request::Watch { pattern } => {
+                let mut patterns = self.patterns.clone();
+                if !patterns.iter().any(|known| known == pattern) {
+                    patterns.push(text(pattern));
+                }
+                let told = self.watch(patterns).await;
+                self.done(op, told);
+            }
+            Request::Unwatch { pattern } => {
+                let mut patterns = self.patterns.clone();
+                patterns.retain(|known| known != pattern);
+                let told = self.watch(patterns).await;
+                self.done(op, told);
+            }
+            Request::Observe { key } => {
+                let told = self.observe(text(key)).await;
+                self.done(op, told);
+            }
+            Request::Unobserve { key } => self.stop(op, Op::Observe, key),
+            Request::Auth { .. }
+            | Request::Stats
+            | Request::Barrier
+            | Request::StableRef { .. }
+            | Request::Hello { .. }
+            | Request::Cancel { .. }
+            | Request::Ack { .. }
+            | Request::Inspect { .. }
+            | Request::Ls { .. }
+            | Request::ForceRelease { .. }
+            | Request::EndSession { .. }
+            | Request::Cluster { .. } => unreachable!("sections with {op:?} are not played"),
+        }
+    }
+
+    /// Asks for something on the stream of signals, which begins with the first wish.
+    async fn wish(&mut self, wish: SubscribeRequest) -> Result<(), Status> {
+        if let Some(signals) = &self.signals {
+            signals.send(wish).await.expect("the stream goes on");
+            self.applied.notified().await;
+            return Ok(());
+        }
+        let (sender, requests) = mpsc::channel(4);
+        sender.send(wish).await.expect("it is new");
+        let stream = self.session.link.signals().subscribe(ReceiverStream::new(requests)).await?;
+        let mut stream = stream.into_inner();
+        self.signals = Some(sender);
+        let (lines, applied) = (Arc::clone(&self.lines), Arc::clone(&self.applied));
+        let told = self.follow((Op::Listen, Vec::new()), async move {
+            while let Ok(Some(message)) = stream.message().await {
+                match message.what.expect("one of them") {
+                    What::Applied(_) => applied.notify_one(),
+                    What::Signal(signal) => {
+                        let (channel, payload) = (&signal.channel[..], &signal.payload[..]);
+                        lines.tell(&Push::Signal { channel, payload });
+                    }
+                }
+            }
+        });
+        told?;
+        self.applied.notified().await;
+        Ok(())
+    }
+
+    /// All that is watched is one stream, so that a change is told once; it goes on where the one before ended.
+    async fn watch(&mut self, patterns: Vec<bytes::Bytes>) -> Result<(), Status> {
+        let key = (Op::Watch, Vec::new());
+        if let Some(stream) = self.streams.remove(&key) {
+            stream.abort();
+        }
+        self.patterns = patterns.clone();
+        if patterns.is_empty() {
+            return Ok(());
+        }
+        let seen = Arc::clone(&self.seen);
+        let after_revision = Some(seen.load(Ordering::SeqCst)).filter(|after| *after > 0);
+        let request = WatchRequest { patterns, after_revision, kinds: Vec::new() };
+        let mut stream = self.session.link.watch().watch(request).await?.into_inner();
+        // A bookmark says that it has begun.
+        let first = stream.message().await?.expect("it goes on");
+        seen.store(first.revision, Ordering::SeqCst);
+        let lines = Arc::clone(&self.lines);
+        self.follow(key, async move {
+            while let Ok(Some(message)) = stream.message().await {
+                seen.store(message.revision, Ordering::SeqCst);
+                for change in message.changes {
+                    let event = change.kind().as_str_name().strip_prefix("CHANGE_KIND_").unwrap();
+                    let event = event.to_lowercase();
+                    lines.tell(&Push::Watch { event: &event, key: &change.key });
+                }
+            }
+        })
+    }
+
+    async fn observe(&mut self, key: bytes::Bytes) -> Result<(), Status> {
+        let known = (Op::Observe, key.to_vec());
+        if self.streams.contains_key(&known) {
+            return Ok(());
+        }
+        let request = ObserveRequest { key: key.clone() };
+        let mut stream = self.session.link.elections().observe(request).await?.into_inner();
+        let first = stream.message().await?.expect("how it is");
+        let lines = Arc::clone(&self.lines);
+        if first.leader.is_some() {
+            lines.tell(&Push::Leader { event: "elected", key: &key });
+        }
+        self.follow(known, async move {
+            while let Ok(Some(message)) = stream.message().await {
+                let event = match message.event() {
+                    proto::LeaderEvent::Unspecified => continue,
+                    proto::LeaderEvent::Elected => "elected",
+                    proto::LeaderEvent::Resigned => "resigned",
+                    proto::LeaderEvent::Failover => "failover",
+                };
+                lines.tell(&Push::Leader { event, key: &key });
+            }
+        })
+    }
+
+    fn follow(
+        &mut self,
+        key: (Op, Vec<u8>),
+        stream: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(), Status> {
+        let handle = tokio::spawn(stream).abort_handle();
+        self.streams.insert(key, handle);
+        Ok(())
+    }
+
+    fn stop(&mut self, op: Op, begun: Op, what: &[u8]) {
+        if let Some(stream) = self.streams.remove(&(begun, what.to_vec())) {
+            stream.abort();
+        }
+        self.done(op, Ok(()));
+    }
+
+    fn granted(&self, op: Op, told: Result<Option<Grant>, Status>) {
+        let enqueued = matches!(op, Op::E | Op::Se | Op::Re | Op::We);
+        match told {
+            Ok(Some(grant)) => {
+                let token = TokenText::from_bytes(grant.token.as_bytes()).expect("a token");
+                let lease = Duration::from_millis(grant.valid_for_ms);
+                let has_fence =
+                    matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Elect);
+                let fence = has_fence.then_some(grant.fence);
+                self.lines.answer(&if enqueued {
+                    Response::Acquired { token, lease, fence }
+                } else {
+                    Response::Granted { token, lease, fence }
+                });
+            }
+            Ok(None) if enqueued => self.lines.answer(&Response::Queued),
+            Ok(None) => self.lines.answer(&Response::Timeout),
+            Err(status) => self.refused(op, &status),
+        }
+    }
+
+    fn done(&self, op: Op, told: Result<(), Status>) {
+        match told {
+            Ok(()) => self.lines.answer(&Response::Ok),
+            Err(status) => self.refused(op, &status),
+        }
+    }
+
+    fn number(&self, op: Op, told: Result<i64, Status>) {
+        match told {
+            Ok(number) => self.lines.answer(&Response::Number(number)),
+            Err(status) => self.refused(op, &status),
+        }
+    }
+
+    fn item(&self, op: Op, told: Result<Option<bytes::Bytes>, Status>) {
+        match told {
+            Ok(Some(item)) => self.lines.answer(&Response::Value(&item)),
+            Ok(None) => self.lines.answer(&Response::Nil),
+            Err(status) => self.refused(op, &status),
+        }
+    }
+
+    #[expect(
+        clippy::wildcard_enum_match_arm,
+        reason = "all that has no word of its own is an error"
+    )]
+    fn refused(&self, op: Op, status: &Status) {
+        let code = match info(status).reason() {
+            Reason::MaxLocks => ErrorCode::MaxLocks,
+            Reason::MaxWaiters => ErrorCode::MaxWaiters,
+            Reason::MaxKeys => ErrorCode::MaxKeys,
+            Reason::ListFull => ErrorCode::ListFull,
+            Reason::LimitMismatch => ErrorCode::LimitMismatch,
+            Reason::TypeMismatch => ErrorCode::TypeMismatch,
+            Reason::BarrierCountMismatch => ErrorCode::BarrierCountMismatch,
+            Reason::AlreadyEnqueued => ErrorCode::AlreadyEnqueued,
+            Reason::NotEnqueued => ErrorCode::NotEnqueued,
+            // The oldest commands do not tell it.
+            Reason::LeaseExpired if !matches!(op, Op::N | Op::Sn) => ErrorCode::LeaseExpired,
+            Reason::UnknownOutcome => ErrorCode::Unknown,
+            Reason::Draining => ErrorCode::Draining,
+            _ => ErrorCode::Error,
+        };
+        self.lines.answer(&Response::Error(code));
+    }
+}
+
+fn mode_of(mode: Mode) -> (i32, u32) {
+    let (mode, limit) = match mode {
+        Mode::Mutex | Mode::Election => (LockMode::Mutex, 0),
+        Mode::Semaphore { limit } => (LockMode::Semaphore, limit),
+        Mode::Read => (LockMode::Read, 0),
+        Mode::Write => (LockMode::Write, 0),
+    };
+    (mode.into(), limit)
+}
+
+fn space_of(space: Space) -> i32 {
+    match space {
+        Space::Locks => LockMode::Mutex.into(),
+        Space::Semaphores => LockMode::Semaphore.into(),
+    }
+}
+
+fn end_of(end: End) -> i32 {
+    match end {
+        End::Left => ListEnd::Left.into(),
+        End::Right => ListEnd::Right.into(),
+    }
+}
+
+/// Whether a request can be played: the lines of one, or several, each with a call that stands for it.
+pub(super) fn stands_for_calls(bytes: &[u8]) -> bool {
+    let mut decoder = Decoder::new(1 << 20);
+    let mut rest = bytes;
+    while let Decoded::Frame { frame, used } = decoder.decode(rest) {
+        let op = Op::parse(frame.command);
+        let played = op.is_none_or(|op| {
+            !matches!(
+                op,
+                Op::Auth
+                    | Op::Stats
+                    | Op::Barrier
+                    | Op::StableRef
+                    | Op::Hello
+                    | Op::Cancel
+                    | Op::Ack
+                    | Op::Inspect
+                    | Op::Ls
+                    | Op::ForceRelease
+                    | Op::EndSession
+                    | Op::Cluster
+            )
+        });
+        if !played {
+            return false;
+        }
+        rest = &rest[used..];
+    }
+    rest.is_empty() && !bytes.is_empty()
+}

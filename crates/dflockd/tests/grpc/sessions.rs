@@ -1,0 +1,242 @@
+//! Sessions: their leases, what is done once however often it is asked, and what happens when clients go.
+
+use dflockd_wire::grpc::{
+    AcquireRequest, AddCounterRequest, KeepAliveRequest, PopRequest, PushRequest, Reason,
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Code;
+
+use super::site::{Members, Site, eventually, info, not_yet, refused, soon};
+use super::support::millis;
+
+/// R4, R6: one keep-alive renews all locks that follow the session and no others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_keep_alive_renews_what_follows_the_session() {
+    for durable in [false, true] {
+        let (site, members);
+        let link = if durable {
+            members = Members::start(1, &[]);
+            members.link(0).await
+        } else {
+            site = Site::start(&[]);
+            site.link().await
+        };
+        let session = link.open(2000).await;
+        let follow: Vec<String> = (0..20).map(|number| format!("follow{number}")).collect();
+        for key in &follow {
+            session.lock(key).await;
+        }
+        let own = AcquireRequest { lease_ms: 1500, ..session.request("own", 0) };
+        session.try_acquire(own).await.unwrap().expect("it is free");
+        let begun = std::time::Instant::now();
+        let mut lost = Vec::new();
+        while begun.elapsed() < millis(5000) {
+            let kept = session.keep_alive().await.unwrap();
+            assert_eq!(kept.renewed, 20);
+            lost.extend(kept.lost);
+            tokio::time::sleep(millis(300)).await;
+        }
+        assert_eq!(lost.len(), 1, "promise 11");
+        assert_eq!(&lost[0].key[..], b"own", "promise 12");
+        for key in &follow {
+            assert_eq!(link.describe(key).await.expect("it is held").holders_total, 1);
+        }
+        // Silence, and all of it goes.
+        link.wait_for_holders("follow0", 0).await;
+        link.wait_for_holders("follow19", 0).await;
+    }
+}
+
+/// A stream tells of lost locks as they are lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_keeps_alive_and_tells_of_losses() {
+    let site = Site::start(&[]);
+    let link = site.link().await;
+    let session = link.open(3000).await;
+    let (sender, requests) = mpsc::channel(4);
+    let beat = || KeepAliveRequest { session: session.id.clone(), ack_through: 0 };
+    sender.send(beat()).await.unwrap();
+    let stream = link.sessions().keep_alive_stream(ReceiverStream::new(requests)).await;
+    let mut stream = stream.unwrap().into_inner();
+    let first = soon("the first answer", stream.message()).await.unwrap().unwrap();
+    assert_eq!((first.valid_for_ms, first.renewed), (3000, 0));
+    let own = AcquireRequest { lease_ms: 200, ..session.request("own", 0) };
+    let own = session.try_acquire(own).await.unwrap().expect("it is free");
+    session.lock("k").await;
+    let told = soon("the loss", stream.message()).await.unwrap().unwrap();
+    assert_eq!((told.valid_for_ms, told.lost.len(), told.lost[0].fence), (0, 1, own.fence));
+    sender.send(KeepAliveRequest::default()).await.unwrap();
+    let second = soon("the second answer", stream.message()).await.unwrap().unwrap();
+    assert_eq!((second.valid_for_ms, second.renewed), (3000, 1));
+    let close = dflockd_wire::grpc::CloseRequest { session: session.id.clone() };
+    link.sessions().close(close).await.unwrap();
+    let ended = loop {
+        match soon("the end", stream.message()).await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("it ends with a reason"),
+            Err(status) => break status,
+        }
+    };
+    refused(Err::<(), _>(ended), Code::NotFound, Reason::SessionGone);
+}
+
+/// Promise 19: the same number is the same request, whatever connection it comes through.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_id_makes_once() {
+    let site = Site::start(&[]);
+    let (link, other) = (site.link().await, site.link().await);
+    let session = link.open(0).await;
+    let add = |request_id, ack_through| AddCounterRequest {
+        session: session.id.clone(),
+        request_id,
+        ack_through,
+        key: "c".into(),
+        delta: 1,
+    };
+    for _ in 0..3 {
+        assert_eq!(link.counters().add(add(1, 0)).await.unwrap().into_inner().value, 1);
+        assert_eq!(other.counters().add(add(1, 0)).await.unwrap().into_inner().value, 1);
+    }
+    assert_eq!(other.counters().add(add(2, 0)).await.unwrap().into_inner().value, 2);
+    // Once acknowledged, what came of it is not known any more, and it is not done again.
+    assert_eq!(link.counters().add(add(3, 2)).await.unwrap().into_inner().value, 3);
+    let late = link.counters().add(add(1, 0)).await.unwrap_err();
+    assert!(info(&late).may_have_applied);
+    refused(Err::<(), _>(late), Code::Unavailable, Reason::UnknownOutcome);
+    assert_eq!(link.counters().add(add(3, 0)).await.unwrap().into_inner().value, 3);
+
+    let request = AcquireRequest { request_id: 10, ..session.request("k", 0) };
+    let first = session.try_acquire(request.clone()).await.unwrap().expect("it is free");
+    let again = session.through(&other).try_acquire(request).await.unwrap();
+    assert_eq!(again, Some(first), "the same grant, not a second one");
+    let push = PushRequest {
+        session: session.id.clone(),
+        request_id: 11,
+        key: "q".into(),
+        item: "x".into(),
+        ..PushRequest::default()
+    };
+    assert_eq!(link.lists().push(push.clone()).await.unwrap().into_inner().length, 1);
+    assert_eq!(other.lists().push(push).await.unwrap().into_inner().length, 1);
+    let pop = PopRequest {
+        session: session.id.clone(),
+        request_id: 12,
+        key: "q".into(),
+        ..PopRequest::default()
+    };
+    for link in [&link, &other] {
+        let item = link.lists().pop(pop.clone()).await.unwrap().into_inner().item;
+        assert_eq!(item.as_deref(), Some(&b"x"[..]), "promise 26");
+    }
+}
+
+/// A client that waits with a number comes back to its place in the queue; both calls get the grant.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_place_in_the_queue_outlives_its_connection() {
+    let site = Site::start(&[]);
+    let (link, other) = (site.link().await, site.link().await);
+    let (holder, first, second) = (link.open(0).await, link.open(0).await, link.open(0).await);
+    let held = holder.lock("k").await;
+    let request = AcquireRequest { request_id: 1, ..first.request("k", 60_000) };
+    let call = {
+        let (first, request) = (first.clone(), request.clone());
+        tokio::spawn(async move { first.try_acquire(request).await })
+    };
+    link.wait_for_waiters("k", 1).await;
+    call.abort();
+    let behind = {
+        let second = second.clone();
+        tokio::spawn(async move { second.lock("k").await })
+    };
+    link.wait_for_waiters("k", 2).await;
+    // Asked twice more, through another connection, at the same time.
+    let again = |request: AcquireRequest| {
+        let first = first.through(&other);
+        tokio::spawn(async move { first.try_acquire(request).await })
+    };
+    let (mut one, two) = (again(request.clone()), again(request));
+    not_yet(&mut one).await;
+    assert_eq!(link.describe("k").await.unwrap().waiters_total, 2, "no place was added or lost");
+    holder.unlock("k", &held).await.unwrap();
+    let one = soon("its turn", one).await.unwrap().unwrap().expect("granted");
+    let two = soon("the same", two).await.unwrap().unwrap().expect("granted");
+    assert_eq!(one, two);
+    first.unlock("k", &one).await.unwrap();
+    let last = soon("the next one", behind).await.unwrap();
+    assert!(held.fence < one.fence && one.fence < last.fence, "promises 3 and 5");
+}
+
+/// Promise 7: a call without a number that is given up leaves no place behind, and what it got is given back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_that_is_given_up_leaves_nothing() {
+    for durable in [false, true] {
+        let (site, members);
+        let link = if durable {
+            members = Members::start(1, &[]);
+            members.link(0).await
+        } else {
+            site = Site::start(&[]);
+            site.link().await
+        };
+        let (holder, waiter) = (link.open(0).await, link.open(0).await);
+        let held = holder.lock("k").await;
+        // Cancelled.
+        let call = {
+            let waiter = waiter.clone();
+            tokio::spawn(async move { waiter.lock("k").await })
+        };
+        link.wait_for_waiters("k", 1).await;
+        call.abort();
+        link.wait_for_waiters("k", 0).await;
+        // A deadline.
+        let mut request = tonic::Request::new(waiter.request("k", 60_000));
+        request.set_timeout(millis(200));
+        let late = link.locks().acquire(request).await.unwrap_err();
+        assert!(matches!(late.code(), Code::DeadlineExceeded | Code::Cancelled), "{late:?}");
+        link.wait_for_waiters("k", 0).await;
+        holder.unlock("k", &held).await.unwrap();
+        eventually("it is free", async || {
+            let lock = link.describe("k").await;
+            let is_free = lock.is_none_or(|it| it.holders_total == 0 && it.waiters_total == 0);
+            is_free.then_some(())
+        })
+        .await;
+    }
+}
+
+/// A client that is silent loses its place; one that comes back in time does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn silence_ends_a_session() {
+    let site = Site::start(&[]);
+    let link = site.link().await;
+    let (silent, back) = (link.open(1000).await, link.open(1000).await);
+    let (one, two) = (silent.lock("silent").await, back.lock("back").await);
+    assert_eq!((one.valid_for_ms, two.valid_for_ms), (1000, 1000));
+    link.wait_for_holders("silent", 0).await;
+    // Given up here, but not forgotten: it waits at least ten seconds for its client.
+    let kept = back.keep_alive().await.unwrap();
+    assert_eq!((kept.renewed, kept.valid_for_ms), (0, 1000));
+    let again = back.lock("back").await;
+    assert!(again.fence > two.fence);
+    eventually("it is dead", async || {
+        let holds = link.describe("back").await.map_or(0, |lock| lock.holders_total);
+        // This one stays alive meanwhile.
+        let kept = back.keep_alive().await.unwrap();
+        assert_eq!((holds, kept.renewed), (1, 1));
+        tokio::time::sleep(millis(200)).await;
+        let request = AddCounterRequest {
+            session: silent.id.clone(),
+            key: "c".into(),
+            ..AddCounterRequest::default()
+        };
+        // Looking would be a sign of life, so not before its time has come.
+        if site.server.begun_at.elapsed() < std::time::Duration::from_secs(14) {
+            return None;
+        }
+        let status = link.counters().add(request).await.expect_err("it is over");
+        refused(Err::<(), _>(status), Code::NotFound, Reason::SessionGone);
+        Some(())
+    })
+    .await;
+}

@@ -1,0 +1,248 @@
+//! Servers with a gRPC door, and clients to use it with.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use dflockd_wire::grpc::admin_client::AdminClient;
+use dflockd_wire::grpc::barriers_client::BarriersClient;
+use dflockd_wire::grpc::cluster_client::ClusterClient;
+use dflockd_wire::grpc::counters_client::CountersClient;
+use dflockd_wire::grpc::elections_client::ElectionsClient;
+use dflockd_wire::grpc::kv_client::KvClient;
+use dflockd_wire::grpc::lists_client::ListsClient;
+use dflockd_wire::grpc::locks_client::LocksClient;
+use dflockd_wire::grpc::sessions_client::SessionsClient;
+use dflockd_wire::grpc::signals_client::SignalsClient;
+use dflockd_wire::grpc::watch_client::WatchClient;
+use dflockd_wire::grpc::{
+    AcquireRequest, DescribeRequest, ErrorInfo, Grant, KeepAliveRequest, KeepAliveResponse, Lock,
+    OpenRequest, Reason, ReleaseRequest,
+};
+use prost::Message;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Status};
+
+use super::harness::{Cluster, Turn, free_addresses};
+use super::support::{LIMIT, Server, command, millis};
+
+/// A server in memory mode.
+pub(super) struct Site {
+    pub(super) server: Server,
+    pub(super) grpc: SocketAddr,
+}
+
+impl Site {
+    pub(super) fn start(flags: &[&str]) -> Self {
+        let begun = Instant::now();
+        loop {
+            let grpc = free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+            let mut all = vec!["--grpc-port".to_owned(), grpc.port().to_string()];
+            all.extend(flags.iter().map(ToString::to_string));
+            match Server::try_launch(command(&all)) {
+                Ok(server) => {
+                    server.wait_for_output("listening for gRPC");
+                    return Self { server, grpc };
+                }
+                // Somebody else may have the port now.
+                Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
+            }
+        }
+    }
+
+    pub(super) async fn link(&self) -> Link {
+        Link::connect(self.grpc).await
+    }
+}
+
+/// Members of a cluster, each with a gRPC door.
+pub(super) struct Members {
+    pub(super) cluster: Cluster,
+    pub(super) grpc: Vec<SocketAddr>,
+}
+
+impl Members {
+    pub(super) fn start(size: usize, flags: &[&str]) -> Self {
+        let mut all = vec!["--election-timeout-ms", "500"];
+        all.extend_from_slice(flags);
+        let mut cluster = Cluster::prepare(Turn::shared(), size, &all, |dialed| dialed.to_vec());
+        let std::net::IpAddr::V4(host) = cluster.nodes[0].client.ip() else { unreachable!() };
+        let grpc = free_addresses(host, size);
+        for (node, grpc) in cluster.nodes.iter_mut().zip(&grpc) {
+            node.flags.extend(["--grpc-port".to_owned(), grpc.port().to_string()]);
+            node.start();
+        }
+        cluster.wait_until_ready();
+        Self { cluster, grpc }
+    }
+
+    pub(super) async fn link(&self, at: usize) -> Link {
+        Link::connect(self.grpc[at]).await
+    }
+}
+
+/// One connection.
+#[derive(Clone)]
+pub(super) struct Link {
+    pub(super) channel: Channel,
+}
+
+macro_rules! clients {
+    ($($name:ident $client:ident)*) => {
+        $(pub(super) fn $name(&self) -> $client<Channel> {
+            $client::new(self.channel.clone())
+        })*
+    };
+}
+
+impl Link {
+    pub(super) async fn connect(address: SocketAddr) -> Self {
+        Self::over(Endpoint::from_shared(format!("http://{address}")).unwrap()).await
+    }
+
+    pub(super) async fn over(endpoint: Endpoint) -> Self {
+        let begun = Instant::now();
+        loop {
+            match endpoint.connect().await {
+                Ok(channel) => return Self { channel },
+                Err(error) => assert!(begun.elapsed() < LIMIT, "{error:?}"),
+            }
+            tokio::time::sleep(millis(10)).await;
+        }
+    }
+
+    clients! {
+        sessions SessionsClient
+        locks LocksClient
+        elections ElectionsClient
+        counters CountersClient
+        kv KvClient
+        lists ListsClient
+        barriers BarriersClient
+        signals SignalsClient
+        watch WatchClient
+        cluster ClusterClient
+        admin AdminClient
+    }
+
+    pub(super) async fn open(&self, ttl_ms: u64) -> Session {
+        let request = OpenRequest { ttl_ms, ..OpenRequest::default() };
+        let opened = self.sessions().open(request).await.unwrap().into_inner();
+        Session { link: self.clone(), id: opened.session, number: opened.number }
+    }
+
+    /// The first lock that a key is.
+    pub(super) async fn describe(&self, key: &str) -> Option<Lock> {
+        let request = DescribeRequest { key: key.to_owned().into() };
+        match self.locks().describe(request).await {
+            Ok(described) => described.into_inner().locks.into_iter().next(),
+            Err(status) if status.code() == Code::NotFound => None,
+            Err(status) => panic!("{status}"),
+        }
+    }
+
+    pub(super) async fn wait_for_waiters(&self, key: &str, count: u32) {
+        eventually("waiters", async || {
+            let lock = self.describe(key).await;
+            (lock.map_or(0, |lock| lock.waiters_total) == count).then_some(())
+        })
+        .await;
+    }
+
+    pub(super) async fn wait_for_holders(&self, key: &str, count: u32) {
+        eventually("holders", async || {
+            let lock = self.describe(key).await;
+            (lock.map_or(0, |lock| lock.holders_total) == count).then_some(())
+        })
+        .await;
+    }
+}
+
+/// A session and the connection it is used through.
+#[derive(Clone)]
+pub(super) struct Session {
+    pub(super) link: Link,
+    pub(super) id: String,
+    pub(super) number: u64,
+}
+
+impl Session {
+    pub(super) fn through(&self, link: &Link) -> Self {
+        Self { link: link.clone(), ..self.clone() }
+    }
+
+    pub(super) fn request(&self, key: &str, wait_ms: u64) -> AcquireRequest {
+        let (session, key) = (self.id.clone(), key.to_owned().into());
+        AcquireRequest { session, key, wait_ms, ..AcquireRequest::default() }
+    }
+
+    pub(super) async fn try_acquire(
+        &self,
+        request: AcquireRequest,
+    ) -> Result<Option<Grant>, Status> {
+        Ok(self.link.locks().acquire(request).await?.into_inner().grant)
+    }
+
+    /// A mutex that is free, or becomes so in time.
+    pub(super) async fn lock(&self, key: &str) -> Grant {
+        let request = self.request(key, 20_000);
+        self.try_acquire(request).await.unwrap().expect("it is granted")
+    }
+
+    pub(super) async fn unlock(&self, key: &str, grant: &Grant) -> Result<(), Status> {
+        let (session, token) = (self.id.clone(), grant.token.clone());
+        let key = key.to_owned().into();
+        let request = ReleaseRequest { session, key, token, ..ReleaseRequest::default() };
+        self.link.locks().release(request).await.map(|_| ())
+    }
+
+    pub(super) async fn keep_alive(&self) -> Result<KeepAliveResponse, Status> {
+        let request = KeepAliveRequest { session: self.id.clone(), ack_through: 0 };
+        Ok(self.link.sessions().keep_alive(request).await?.into_inner())
+    }
+}
+
+/// Asks again and again until there is an answer.
+pub(super) async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
+    let begun = Instant::now();
+    loop {
+        if let Some(answer) = ask().await {
+            return answer;
+        }
+        assert!(begun.elapsed() < LIMIT, "waited in vain for: {what}");
+        tokio::time::sleep(millis(10)).await;
+    }
+}
+
+/// What must happen, but may take a while.
+pub(super) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    let done = tokio::time::timeout(LIMIT, future).await;
+    done.unwrap_or_else(|_| panic!("waited in vain for: {what}"))
+}
+
+/// What must not happen; the future goes on.
+pub(super) async fn not_yet(future: &mut (impl Future + Unpin)) {
+    let waited = tokio::time::timeout(Duration::from_millis(150), future).await;
+    assert!(waited.is_err(), "too soon");
+}
+
+/// The details of an error: a `google.rpc.Status` with one `ErrorInfo`.
+pub(super) fn info(status: &Status) -> ErrorInfo {
+    #[derive(Clone, PartialEq, Message)]
+    struct RpcStatus {
+        #[prost(int32, tag = "1")]
+        code: i32,
+        #[prost(message, repeated, tag = "3")]
+        details: Vec<prost_types::Any>,
+    }
+    let details = RpcStatus::decode(status.details()).unwrap();
+    assert_eq!(details.code, i32::from(status.code()));
+    let [any] = &details.details[..] else { panic!("{status:?}") };
+    assert_eq!(any.type_url, "type.googleapis.com/dflockd.v1.ErrorInfo");
+    ErrorInfo::decode(&any.value[..]).unwrap()
+}
+
+#[track_caller]
+pub(super) fn refused<T: std::fmt::Debug>(result: Result<T, Status>, code: Code, reason: Reason) {
+    let status = result.expect_err("it is refused");
+    assert_eq!((status.code(), info(&status).reason()), (code, reason), "{status:?}");
+}

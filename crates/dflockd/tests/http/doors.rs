@@ -1,0 +1,102 @@
+//! The line protocol and HTTP are two doors to one house.
+
+use serde_json::json;
+
+use super::site::{Place, Site, granted};
+use super::support::{self, fence};
+
+/// GUARANTEES 3 and 5: one queue per key, whichever way the waiters came.
+pub(super) fn tour(place: &Place) {
+    alternating_waiters(place, 6);
+    let mut line = place.line();
+    let a = place.session();
+    // What one door gives the other can take back, and the other way round.
+    let token = line.lock("doors", "0 600");
+    a.post("/v1/locks/doors/release", &json!({ "token": token })).empty();
+    let grant = a.lock("doors");
+    assert!(grant.fence > fence(&token));
+    line.check("n", "doors", &format!("{} 600", grant.token), "ok 600");
+    line.check("r", "doors", &grant.token, "ok");
+    // Values are the same values.
+    line.check("incr", "doors", "5", "ok 5");
+    assert_eq!(place.get("/v1/counters/doors").ok()["value"], 5);
+    place.put("/v1/kv/doors", &json!({ "value": "from http" })).ok();
+    line.check("kget", "doors", "", "ok from http");
+    line.check("kset", "doors", "from a line", "ok");
+    assert_eq!(place.get("/v1/kv/doors").ok()["value"], "from a line");
+    place.post("/v1/lists/doors/push", &json!({ "value": "x", "end": "right" })).ok();
+    line.check("lpop", "doors", "", "ok x");
+    // A barrier of both.
+    let mut waiting = a.begin("/v1/barriers/doors/wait", &json!({ "count": 2, "timeout_s": 60 }));
+    line.check("bwait", "doors", "2 60", "ok");
+    assert_eq!(waiting.reply().ok(), json!({ "status": "ok" }));
+    // An election of both.
+    line.check("observe", "leader", "", "ok");
+    let leader = a.take("/v1/elections/leader", &json!({ "lease_ttl_s": 60 }));
+    assert_eq!(line.line(), "leader elected leader");
+    a.post("/v1/elections/leader/resign", &leader.proof()).empty();
+    assert_eq!(line.line(), "leader resigned leader");
+    a.end().empty();
+}
+
+fn alternating_waiters(place: &Place, count: u64) {
+    let holder = place.session();
+    let held = holder.lock("fifo");
+    let mut lines = Vec::new();
+    let mut webs = Vec::new();
+    for position in 1..=count {
+        if position % 2 == 0 {
+            let session = place.session();
+            let wire = session.queue("fifo", position);
+            webs.push((session, wire));
+        } else {
+            let mut client = place.line();
+            client.begin("l", "fifo", "600 600");
+            place.wait_for_crowd("fifo", 1, position);
+            lines.push(client);
+        }
+    }
+    let mut last = held.fence;
+    holder.unlock("fifo", &held);
+    let (mut lines, mut webs) = (lines.into_iter(), webs.into_iter());
+    for position in 1..=count {
+        // Only the one whose turn it is has an answer; reading it from any other would wait in vain.
+        let fence = if position % 2 == 0 {
+            let (session, mut wire) = webs.next().unwrap();
+            let grant = granted(&mut wire);
+            session.unlock("fifo", &grant);
+            grant.fence
+        } else {
+            let mut client = lines.next().unwrap();
+            let token = support::granted(&client.line());
+            client.check("r", "fifo", &token, "ok");
+            fence(&token)
+        };
+        assert!(fence > last, "waiter {position}: {fence} after {last}");
+        last = fence;
+    }
+    assert_eq!(place.crowd("fifo"), (0, 0));
+    holder.end().empty();
+}
+
+#[test]
+fn twenty_waiters_in_turn() {
+    alternating_waiters(&Site::start(&[]), 20);
+}
+
+#[test]
+fn connections_of_both_are_counted() {
+    let site = Site::start(&[]);
+    let (mut line, a) = (site.line(), site.session());
+    line.check("ping", "_", "", "ok");
+    let stats = site.get("/v1/stats").ok();
+    assert_eq!(stats["connections"], 2, "{stats}");
+    a.lock("k");
+    let same = line.stats();
+    let stats = site.get("/v1/stats").ok();
+    for list in ["locks", "semaphores", "rw_locks", "counters", "kv_entries", "lists", "barriers"] {
+        let count = |stats: &serde_json::Value| stats[list].as_array().map(Vec::len);
+        assert_eq!(count(&stats), count(&same), "{list}");
+    }
+    assert!(stats["locks"][0]["fence"].is_string(), "decision 6: {stats}");
+}

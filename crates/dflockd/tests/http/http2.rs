@@ -1,0 +1,231 @@
+//! HTTP/2 over TLS, spoken with a few frames by hand.
+
+use std::sync::Arc;
+
+use rustls::ClientConfig;
+use serde_json::{Value, json};
+
+use super::site::{Site, is_id};
+use super::wire::{Ask, Got, Wire};
+
+const DATA: u8 = 0;
+const HEADERS: u8 = 1;
+const RST_STREAM: u8 = 3;
+const SETTINGS: u8 = 4;
+const PING: u8 = 6;
+const GOAWAY: u8 = 7;
+
+const END_STREAM: u8 = 1;
+const ACK: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+/// A frame: kind, flags, stream, payload.
+struct Frame {
+    kind: u8,
+    flags: u8,
+    stream: u32,
+    payload: Vec<u8>,
+}
+
+impl Frame {
+    fn bytes(&self) -> Vec<u8> {
+        let length = u32::try_from(self.payload.len()).unwrap().to_be_bytes();
+        let mut bytes = length[1..].to_vec();
+        bytes.extend([self.kind, self.flags]);
+        bytes.extend(self.stream.to_be_bytes());
+        bytes.extend(&self.payload);
+        bytes
+    }
+}
+
+/// A client of one connection.
+struct Second {
+    wire: Wire,
+    streams: u32,
+}
+
+impl Second {
+    fn connect(site: &Site, alpn: &[&[u8]]) -> std::io::Result<Self> {
+        let config = offering(site.tls.as_ref().unwrap(), alpn);
+        let mut wire = Wire::connect(site.http, Some(&config))?;
+        wire.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        let mut client = Self { wire, streams: 0 };
+        client.send(SETTINGS, 0, 0, Vec::new()).expect("the server listens");
+        Ok(client)
+    }
+
+    fn send(&mut self, kind: u8, flags: u8, stream: u32, payload: Vec<u8>) -> std::io::Result<()> {
+        self.wire.try_send(Frame { kind, flags, stream, payload }.bytes())
+    }
+
+    fn read(&mut self) -> Result<Frame, Got> {
+        let head = self.wire.exactly(9)?;
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let stream = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
+        let payload = self.wire.exactly(usize::try_from(length).unwrap())?;
+        Ok(Frame { kind: head[3], flags: head[4], stream, payload })
+    }
+
+    /// Begins a request on a new stream and gives its number.
+    fn begin(&mut self, method: &str, path: &str, session: Option<&str>, body: &str) -> u32 {
+        let stream = 2 * self.streams + 1;
+        self.streams += 1;
+        // Literals without indexing: `:method` is entry 2 of the static table, `:path` 4, `:authority` 1.
+        let mut head = Vec::new();
+        let mut literal = |name: u8, value: &str| {
+            head.push(name);
+            head.push(u8::try_from(value.len()).expect("short"));
+            head.extend(value.as_bytes());
+        };
+        literal(2, method);
+        literal(4, path);
+        literal(1, "localhost");
+        // Entry 7 is `:scheme: https`.
+        head.push(0x87);
+        if let Some(id) = session {
+            let name = "x-dflockd-session";
+            head.extend([0, u8::try_from(name.len()).unwrap()]);
+            head.extend(name.as_bytes());
+            head.push(u8::try_from(id.len()).unwrap());
+            head.extend(id.as_bytes());
+        }
+        let end = if body.is_empty() { END_STREAM } else { 0 };
+        self.send(HEADERS, END_HEADERS | end, stream, head).expect("the server listens");
+        if !body.is_empty() {
+            self.send(DATA, END_STREAM, stream, body.into()).expect("the server listens");
+        }
+        stream
+    }
+
+    /// The status (as its entry of the static table) and the body of the next stream that ends.
+    fn answer(&mut self) -> (u32, u8, String) {
+        let mut status = std::collections::BTreeMap::new();
+        let mut bodies = std::collections::BTreeMap::<u32, Vec<u8>>::new();
+        loop {
+            let frame = self.read().expect("a frame");
+            match frame.kind {
+                HEADERS => {
+                    status.insert(frame.stream, frame.payload[0]);
+                }
+                DATA => bodies.entry(frame.stream).or_default().extend(&frame.payload),
+                SETTINGS if frame.flags & ACK == 0 => {
+                    self.send(SETTINGS, ACK, 0, Vec::new()).expect("the server listens");
+                }
+                PING if frame.flags & ACK == 0 => {
+                    self.send(PING, ACK, 0, frame.payload).expect("the server listens");
+                    continue;
+                }
+                GOAWAY | RST_STREAM => panic!("refused: {} {:?}", frame.kind, frame.payload),
+                _ => continue,
+            }
+            if frame.kind <= HEADERS && frame.flags & END_STREAM != 0 {
+                let body = bodies.remove(&frame.stream).unwrap_or_default();
+                let body = String::from_utf8(body).expect("text");
+                return (frame.stream, status[&frame.stream], body);
+            }
+        }
+    }
+
+    fn ask(&mut self, method: &str, path: &str, session: Option<&str>, body: &str) -> (u8, String) {
+        let stream = self.begin(method, path, session, body);
+        let (of, status, body) = self.answer();
+        assert_eq!(of, stream);
+        (status, body)
+    }
+}
+
+/// The same client with something to say about protocols.
+fn offering(config: &Arc<ClientConfig>, alpn: &[&[u8]]) -> Arc<ClientConfig> {
+    let mut config = ClientConfig::clone(config);
+    config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+    Arc::new(config)
+}
+
+/// `:status: 200` and `:status: 204` in the static table.
+const OK: u8 = 0x88;
+const NO_CONTENT: u8 = 0x89;
+
+#[test]
+fn many_streams_on_one_connection() {
+    let site = Site::with_tls(&[]);
+    let mut client = Second::connect(&site, &[b"h2"]).unwrap();
+    let (status, body) = client.ask("GET", "/health", None, "");
+    assert_eq!((status, body.as_str()), (OK, "{\"status\":\"ok\"}\n"));
+    let mut open = || {
+        let (status, body) = client.ask("POST", "/v1/sessions", None, "{}");
+        assert_eq!(status, OK);
+        let body: Value = serde_json::from_str(&body).unwrap();
+        body["session_id"].as_str().filter(|id| is_id(id)).expect("an id").to_owned()
+    };
+    let (a, b) = (open(), open());
+    let (_, body) = client.ask("POST", "/v1/locks/k", Some(&a), r#"{"lease_ttl_s":600}"#);
+    let first: Value = serde_json::from_str(&body).unwrap();
+    // A long poll on one stream blocks none of the others.
+    let long = client.begin("POST", "/v1/locks/k", Some(&b), r#"{"acquire_timeout_s":600}"#);
+    site.wait_for_crowd("k", 1, 1);
+    let (status, _) = client.ask("GET", "/health", None, "");
+    assert_eq!(status, OK);
+    let token = json!({ "token": first["token"] }).to_string();
+    let release = client.begin("POST", "/v1/locks/k/release", Some(&a), &token);
+    let mut answers = [client.answer(), client.answer()];
+    answers.sort_by_key(|answer| answer.0 == release);
+    assert_eq!((answers[1].0, answers[1].1), (release, NO_CONTENT));
+    let second: Value = serde_json::from_str(&answers[0].2).unwrap();
+    assert_eq!((answers[0].0, &second["status"]), (long, &json!("ok")));
+
+    // A stream that is reset is a client that went away.
+    let long = client.begin("POST", "/v1/locks/k", Some(&a), r#"{"acquire_timeout_s":600}"#);
+    site.wait_for_crowd("k", 1, 1);
+    client.send(RST_STREAM, 0, long, 8_u32.to_be_bytes().to_vec()).unwrap();
+    site.wait_for_crowd("k", 1, 0);
+}
+
+#[test]
+fn the_older_version_for_those_who_want_it() {
+    let site = Site::with_tls(&[]);
+    let offers: [&[&[u8]]; 3] = [&[], &[b"http/1.1"], &[b"http/1.1", b"http/1.0"]];
+    for alpn in offers {
+        let config = offering(site.tls.as_ref().unwrap(), alpn);
+        let mut wire = Wire::connect(site.http, Some(&config)).unwrap();
+        wire.ask(&Ask::get("/health")).ok();
+    }
+}
+
+/// Requests that are taken back as soon as they are made, by the thousand.
+#[test]
+fn a_flood_of_resets() {
+    let site = Site::with_tls(&[]);
+    let mut client = Second::connect(&site, &[b"h2"]).unwrap();
+    let session = site.session();
+    for _ in 0..20_000 {
+        let stream = 2 * client.streams + 1;
+        client.streams += 1;
+        // `GET / https`, from the static table.
+        let head = vec![0x82, 0x84, 0x87];
+        let sent = client
+            .send(HEADERS, END_HEADERS | END_STREAM, stream, head)
+            .and_then(|()| client.send(RST_STREAM, 0, stream, 8_u32.to_be_bytes().to_vec()));
+        if sent.is_err() {
+            // Cut off, as it should be.
+            break;
+        }
+    }
+    let held = session.lock("k");
+    session.unlock("k", &held);
+    drop(client);
+    // The line protocol of a TLS server is TLS, too.
+    assert_eq!(site.line().ask("ping", "_", ""), "ok");
+}
+
+#[test]
+fn nonsense_after_the_preface() {
+    let site = Site::with_tls(&[]);
+    for kind in [DATA, HEADERS, SETTINGS, 99] {
+        let mut client = Second::connect(&site, &[b"h2"]).unwrap();
+        let _ = client.send(kind, 0xff, 0, vec![0xff; 100]);
+        let _ = client.send(HEADERS, 0xff, 2, vec![0xff; 100]);
+        let _ = client.send(99, 0, 0, Vec::new());
+        while client.read().is_ok_and(|frame| frame.kind != GOAWAY) {}
+    }
+    assert_eq!(site.get("/health").status, 200);
+}

@@ -1,0 +1,387 @@
+//! Servers with an HTTP door in each mode, and sessions to use it with.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use rustls::ClientConfig;
+use serde_json::{Value, json};
+
+use super::harness::{self, Cluster, Turn};
+use super::support::{self, Dir, LIMIT, Pair, Server, eventually, millis};
+use super::wire::{Ask, Events, Got, Reply, Wire, escape};
+
+/// Where a server is, by both protocols, and how to get in.
+#[derive(Clone)]
+pub(super) struct Place {
+    pub(super) http: SocketAddr,
+    pub(super) line: SocketAddr,
+    pub(super) tls: Option<Arc<ClientConfig>>,
+    pub(super) bearer: Option<String>,
+}
+
+impl Place {
+    pub(super) fn wire(&self) -> Wire {
+        let begun = std::time::Instant::now();
+        loop {
+            match Wire::connect(self.http, self.tls.as_ref()) {
+                Ok(wire) => return wire,
+                Err(error) => assert!(begun.elapsed() < LIMIT, "{}: {error}", self.http),
+            }
+            thread::sleep(millis(5));
+        }
+    }
+
+    /// The same request with what is needed to be let in.
+    pub(super) fn admitted(&self, ask: Ask) -> Ask {
+        match &self.bearer {
+            Some(token) => ask.header("Authorization", &format!("Bearer {token}")),
+            None => ask,
+        }
+    }
+
+    /// A request on a connection of its own.
+    #[track_caller]
+    pub(super) fn ask(&self, ask: Ask) -> Reply {
+        self.wire().ask(&self.admitted(ask))
+    }
+
+    /// Sends a request; the answer is read from what this gives.
+    #[track_caller]
+    pub(super) fn begin(&self, ask: Ask) -> Wire {
+        let mut wire = self.wire();
+        wire.begin(&self.admitted(ask));
+        wire
+    }
+
+    #[track_caller]
+    pub(super) fn get(&self, path: &str) -> Reply {
+        self.ask(Ask::get(path))
+    }
+
+    #[track_caller]
+    pub(super) fn post(&self, path: &str, body: &Value) -> Reply {
+        self.ask(Ask::post(path, body))
+    }
+
+    #[track_caller]
+    pub(super) fn put(&self, path: &str, body: &Value) -> Reply {
+        self.ask(Ask::new("PUT", path).body(body.to_string()))
+    }
+
+    #[track_caller]
+    pub(super) fn delete(&self, path: &str) -> Reply {
+        self.ask(Ask::new("DELETE", path))
+    }
+
+    /// A stream of events that stands.
+    #[track_caller]
+    pub(super) fn events(&self, path: &str) -> Events {
+        self.begin(Ask::get(path)).into_events()
+    }
+
+    #[track_caller]
+    pub(super) fn session(&self) -> Session {
+        self.session_with(&json!({}))
+    }
+
+    #[track_caller]
+    pub(super) fn session_with(&self, body: &Value) -> Session {
+        let answer = self.post("/v1/sessions", body).ok();
+        let id = answer["session_id"].as_str().expect("an id").to_owned();
+        assert!(is_id(&id), "{id}");
+        Session { place: self.clone(), id }
+    }
+
+    /// A client of the line protocol.
+    pub(super) fn line(&self) -> support::Client {
+        let socket = TcpStream::connect(self.line).expect("the server listens");
+        socket.set_nodelay(true).unwrap();
+        match &self.tls {
+            None => support::Client::over(socket),
+            Some(config) => support::Client::over_tls(socket, Arc::clone(config)).unwrap().0,
+        }
+    }
+
+    /// The single view of a key, if the key is anything.
+    #[track_caller]
+    pub(super) fn look(&self, key: &str) -> Option<Value> {
+        let reply = self.get(&format!("/v1/locks/{}", escape(key)));
+        if reply.status == 404 {
+            reply.refused(404, "not_found");
+            return None;
+        }
+        Some(reply.ok())
+    }
+
+    /// How many hold a key and how many wait for it, over all its kinds.
+    #[track_caller]
+    pub(super) fn crowd(&self, key: &str) -> (u64, u64) {
+        let Some(view) = self.look(key) else { return (0, 0) };
+        let locks = view["locks"].as_array().expect("a list");
+        let sum = |name: &str| locks.iter().map(|lock| lock[name].as_u64().unwrap()).sum();
+        (sum("holders_total"), sum("waiters_total"))
+    }
+
+    #[track_caller]
+    pub(super) fn wait_for_crowd(&self, key: &str, holders: u64, waiters: u64) {
+        eventually(&format!("{holders} holders and {waiters} waiters of {key}"), || {
+            (self.crowd(key) == (holders, waiters)).then_some(())
+        });
+    }
+
+    /// How many sessions there are.
+    #[track_caller]
+    pub(super) fn sessions(&self) -> u64 {
+        let overview = self.get("/v1/overview").ok();
+        overview["http_sessions"].as_u64().unwrap_or_else(|| panic!("{overview}"))
+    }
+
+    fn wait_until_ready(&self) {
+        eventually("it is ready", || {
+            let mut wire = Wire::connect(self.http, self.tls.as_ref()).ok()?;
+            wire.try_send(Ask::get("/ready").bytes()).ok()?;
+            let reply = wire.try_reply(Duration::from_secs(2)).ok()?;
+            (reply.status == 200).then_some(())
+        });
+    }
+}
+
+pub(super) fn is_id(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// A server of one process.
+pub(super) struct Site {
+    pub(super) place: Place,
+    pub(super) server: Server,
+    _dir: Dir,
+}
+
+impl Deref for Site {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
+impl Site {
+    /// In memory mode.
+    pub(super) fn start(args: &[&str]) -> Self {
+        Self::launch(Dir::new(), None, args)
+    }
+
+    /// In memory mode with a bearer token.
+    pub(super) fn guarded(token: &str, args: &[&str]) -> Self {
+        let mut all = vec!["--auth-token", token];
+        all.extend_from_slice(args);
+        let (dir, place) = (Dir::new(), Some(token.to_owned()));
+        let mut site = Self::launch(dir, None, &all);
+        site.place.bearer = place;
+        site
+    }
+
+    pub(super) fn with_tls(args: &[&str]) -> Self {
+        let (dir, pair) = (Dir::new(), Pair::new());
+        let flags = pair.flags(&dir);
+        let mut all: Vec<&str> = flags.iter().map(String::as_str).collect();
+        all.extend_from_slice(args);
+        Self::launch(dir, Some(pair.client()), &all)
+    }
+
+    /// With a certificate that the caller has named in the flags.
+    pub(super) fn start_trusting(pair: &Pair, args: &[&str]) -> Self {
+        Self::launch(Dir::new(), Some(pair.client()), args)
+    }
+
+    /// One node with a log on disk.
+    pub(super) fn durable(args: &[&str]) -> Self {
+        let dir = Dir::new();
+        let (log, peer) = (dir.name("log"), harness::free_addresses(harness::host(), 1)[0]);
+        let peer = peer.to_string();
+        let mut all = vec!["--raft-dir", &log, "--node-id", "n1", "--raft-addr", &peer];
+        all.extend(["--cluster-bootstrap", "--raft-auth-token", harness::SECRET]);
+        all.extend_from_slice(args);
+        let site = Self::launch(dir, None, &all);
+        site.wait_until_ready();
+        site
+    }
+
+    fn launch(dir: Dir, tls: Option<Arc<ClientConfig>>, args: &[&str]) -> Self {
+        let mut tries = 0;
+        let (server, http) = loop {
+            // The system cannot choose this port: 0 means that there is no HTTP.
+            let http = harness::free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+            let mut command = support::command(args);
+            command.args(["--http-port", &http.port().to_string()]);
+            match Server::try_launch(command) {
+                Ok(server) => break (server, http),
+                Err(error) => {
+                    tries += 1;
+                    let taken = error.to_lowercase().contains("in use");
+                    assert!(taken && tries < 5, "{error}");
+                }
+            }
+        };
+        let place = Place { http, line: server.address, tls, bearer: None };
+        place.wire();
+        Self { place, server, _dir: dir }
+    }
+}
+
+/// A cluster each of whose members has an HTTP door.
+pub(super) struct Members {
+    pub(super) cluster: Cluster,
+    pub(super) places: Vec<Place>,
+}
+
+impl Members {
+    pub(super) fn start(size: usize, flags: &[&str]) -> Self {
+        // The usual election timeout: these tests are not about elections, and the machine may be busy.
+        let mut cluster = Cluster::prepare(Turn::shared(), size, flags, <[SocketAddr]>::to_vec);
+        let doors = more_addresses(&cluster, size);
+        for (node, door) in cluster.nodes.iter_mut().zip(&doors) {
+            node.flags.extend(["--http-port".to_owned(), door.port().to_string()]);
+            node.start();
+        }
+        cluster.wait_until_ready();
+        let place = |(node, http): (&harness::Node, SocketAddr)| Place {
+            http,
+            line: node.client,
+            tls: None,
+            bearer: None,
+        };
+        let places: Vec<_> = cluster.nodes.iter().zip(doors).map(place).collect();
+        for place in &places {
+            place.wait_until_ready();
+        }
+        Self { cluster, places }
+    }
+
+    pub(super) fn leader(&self) -> &Place {
+        &self.places[self.cluster.leader()]
+    }
+
+    pub(super) fn follower(&self) -> &Place {
+        &self.places[self.cluster.others(self.cluster.leader())[0]]
+    }
+}
+
+/// More free ports for a cluster, none of which its members will use.
+pub(super) fn more_addresses(cluster: &Cluster, count: usize) -> Vec<SocketAddr> {
+    let IpAddr::V4(host) = cluster.nodes[0].client.ip() else { panic!("clusters use IPv4") };
+    let mut found = Vec::new();
+    while found.len() < count {
+        for address in harness::free_addresses(host, count) {
+            // What is reserved is not bound yet: the system may give the same port again.
+            let text = address.to_string();
+            let mut flags = cluster.nodes.iter().flat_map(|node| &node.flags);
+            if !found.contains(&address) && !flags.any(|flag| flag.contains(&text)) {
+                found.push(address);
+            }
+        }
+    }
+    found.truncate(count);
+    found
+}
+
+/// A grant as it was told.
+#[derive(Clone, Debug)]
+pub(super) struct Grant {
+    pub(super) token: String,
+    pub(super) fence: u64,
+    pub(super) body: Value,
+}
+
+impl Grant {
+    /// Checks the form of a grant.
+    #[track_caller]
+    pub(super) fn of(body: Value) -> Self {
+        assert!(body["status"] == "ok" || body["status"] == "acquired", "no grant: {body}");
+        let token = body["token"].as_str().expect("a token").to_owned();
+        assert!(is_id(&token), "{token}");
+        let fence = body["fence"].as_str().expect("a fence is a string").parse().expect("decimal");
+        assert_eq!(fence, support::fence(&token), "R5: the token begins with the fence");
+        let lease_ms = body["lease_ttl_ms"].as_u64().expect("milliseconds");
+        assert_eq!(body["lease_ttl_s"].as_u64(), Some(lease_ms / 1000), "{body}");
+        assert_eq!(body["valid_for_ms"].as_u64(), Some(lease_ms), "{body}");
+        Self { token, fence, body }
+    }
+
+    /// The body of a release or renewal.
+    pub(super) fn proof(&self) -> Value {
+        json!({ "token": self.token })
+    }
+}
+
+/// A session.
+pub(super) struct Session {
+    pub(super) place: Place,
+    pub(super) id: String,
+}
+
+impl Session {
+    #[track_caller]
+    pub(super) fn post(&self, path: &str, body: &Value) -> Reply {
+        self.place.ask(Ask::post(path, body).session(&self.id))
+    }
+
+    /// Sends a request; the answer is read from what this gives.
+    #[track_caller]
+    pub(super) fn begin(&self, path: &str, body: &Value) -> Wire {
+        self.place.begin(Ask::post(path, body).session(&self.id))
+    }
+
+    /// Takes something that is free or becomes free in time.
+    #[track_caller]
+    pub(super) fn take(&self, path: &str, body: &Value) -> Grant {
+        Grant::of(self.post(path, body).ok())
+    }
+
+    /// Takes a lock that is free.
+    #[track_caller]
+    pub(super) fn lock(&self, key: &str) -> Grant {
+        self.take(&format!("/v1/locks/{}", escape(key)), &json!({ "lease_ttl_s": 600 }))
+    }
+
+    #[track_caller]
+    pub(super) fn unlock(&self, key: &str, grant: &Grant) {
+        self.post(&format!("/v1/locks/{}/release", escape(key)), &grant.proof()).empty();
+    }
+
+    /// Waits for a lock that somebody has; comes back once it stands in the queue as number `place`.
+    #[track_caller]
+    pub(super) fn queue(&self, key: &str, place: u64) -> Wire {
+        let body = json!({ "acquire_timeout_s": 600, "lease_ttl_s": 600 });
+        let wire = self.begin(&format!("/v1/locks/{}", escape(key)), &body);
+        eventually(&format!("{place} waiters of {key}"), || {
+            (self.place.crowd(key).1 == place).then_some(())
+        });
+        wire
+    }
+
+    #[track_caller]
+    pub(super) fn ping(&self) -> Reply {
+        self.place.ask(Ask::new("POST", &format!("/v1/sessions/{}/ping", self.id)))
+    }
+
+    #[track_caller]
+    pub(super) fn end(&self) -> Reply {
+        self.place.delete(&format!("/v1/sessions/{}", self.id))
+    }
+}
+
+/// The grant that a waiting request gets.
+#[track_caller]
+pub(super) fn granted(wire: &mut Wire) -> Grant {
+    Grant::of(wire.reply().ok())
+}
+
+/// That no answer comes for a while.
+#[track_caller]
+pub(super) fn still_waits(wire: &mut Wire) {
+    assert_eq!(wire.hear(support::A_WHILE), Got::Nothing);
+}
