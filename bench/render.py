@@ -87,6 +87,7 @@ def targets(races):
             table.row("w4", "bytes per holder", "≤ 2048", number(held), held <= 2048)
     table.add("w4", "server CPU per renewal ÷ Redis", "redis", "server_cpu", 0.7, False)
     table.add("http", "HTTP/1.1, kept connections, ops/s ÷ line protocol", "dflockd", "ops", 0.3)
+    table.add("grpc", "gRPC, a session and a connection each, ops/s ÷ line protocol", "dflockd", "ops", 0.3)
     table.add("durable", "one node on disk, ops/s ÷ Redis (AOF, always)", "redis-aof", "ops", 1.3)
     for connections, limit in ((1, 2.0), (64, 5.0), (256, 5.0)):
         what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd"
@@ -262,6 +263,8 @@ def main():
         "  the first round; an operation is a renewal.",
         "- **http**: w1 by the HTTP door, one session and one kept connection per client; the other side is the line",
         "  protocol of the same server in the same run.",
+        "- **grpc**: w1 by the gRPC door, one session and one connection per client, HTTP/2 frames by hand; the other",
+        "  side is the line protocol of the same server in the same run.",
         "- **crowd**: w1 with two connections of the line protocol while slow HTTP clients (silent, heads and bodies",
         "  that never end, streams nobody reads) are connected, 5,000 unless the run was quick or descriptors are few;",
         "  quiet is a second server without them. What counts is p99.",

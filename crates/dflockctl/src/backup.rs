@@ -122,7 +122,7 @@ fn write(cluster: &Cluster, link: &mut Link, told: &Value, aside: &Path) -> Resu
         file.write_all(&piece).map_err(failed)?;
         offset += piece.len();
     }
-    if !digest.is_right() {
+    if !digest.matches() {
         return Err(Failure::new(Status::No, "the backup was changed on its way; try again"));
     }
     file.sync_all().map_err(failed)
@@ -154,7 +154,7 @@ impl Digest {
         self.seen += of_content;
     }
 
-    fn is_right(self) -> bool {
+    fn matches(self) -> bool {
         self.context.finish().as_ref() == self.told
     }
 }
@@ -202,10 +202,10 @@ mod tests {
         let told = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         let mut right = Digest::new(0);
         right.update(&bytes_of(told).expect("digits"));
-        assert!(right.is_right());
+        assert!(right.matches());
         let mut wrong = Digest::new(1);
         wrong.update(b"x");
         wrong.update(&bytes_of(told).expect("digits"));
-        assert!(!wrong.is_right());
+        assert!(!wrong.matches());
     }
 }

@@ -40,8 +40,11 @@ pub(crate) struct Change {
 pub(crate) enum ClusterVerb {
     /// Write what the nodes of a new cluster need: settings and secrets for each.
     Init(init::Args),
-    /// Ask every member how it is.
+    /// Ask every member how it is; status 69 if one does not answer.
     Status {
+        /// Wait so long until all members answer and are ready.
+        #[arg(long, value_name = "TIME", value_parser = time::parse)]
+        wait: Option<Duration>,
         #[command(flatten)]
         common: Common,
     },
@@ -152,7 +155,7 @@ pub(crate) struct DrainArgs {
 pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure> {
     match verb {
         ClusterVerb::Init(args) => init::run(&args),
-        ClusterVerb::Status { common } => status(common, outer),
+        ClusterVerb::Status { wait, common } => status(wait, common, outer),
         ClusterVerb::Members { common } => members(common, outer),
         ClusterVerb::Add { node, peer_addr, client_addr, witness, promote, change } => {
             let mut task = Task::new(change, outer)?;
@@ -161,14 +164,14 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             });
             task.change("add", wanted)?;
             if promote {
-                task.change("promote", json!({ "node": node }))?;
+                task.promote(&node)?;
             }
             let how = if promote { "votes" } else { "listens; make it a voter with `promote`" };
             task.tell(&format!("{node} {how}"), json!({ "node": node, "voter": promote }))
         }
         ClusterVerb::Promote { node, change } => {
             let mut task = Task::new(change, outer)?;
-            task.change("promote", json!({ "node": node }))?;
+            task.promote(&node)?;
             task.tell(&format!("{node} votes"), json!({ "node": node, "voter": true }))
         }
         ClusterVerb::Remove { node, change } => {
@@ -220,6 +223,15 @@ impl Task {
 
     fn change(&mut self, verb: &str, wanted: Value) -> Result<Value, Failure> {
         self.cluster.change(verb, wanted, self.left())
+    }
+
+    /// Makes it a voter, and waits until it can serve.
+    fn promote(&mut self, node: &str) -> Result<(), Failure> {
+        self.change("promote", json!({ "node": node }))?;
+        let address = self.address_of(node)?;
+        self.wait(&format!("{node} votes, but is not ready"), |cluster| {
+            Ok(cluster.status_at(&address)?["ready"] == true)
+        })
     }
 
     fn status(&mut self) -> Result<Value, Failure> {
@@ -329,11 +341,9 @@ fn finalize(mut task: Task) -> Result<Status, Failure> {
     task.change("finalize", json!({}))?;
     let after = task.status()?["cluster_version"].clone();
     let text = if before == after {
-        format!(
-            "the cluster has version {after} already; no member reads less, or one reads no more"
-        )
+        format!("the cluster uses version {after} already, the newest that all members read")
     } else {
-        format!("the cluster has version {after} now, it had {before}")
+        format!("the cluster uses version {after} now, before it was {before}")
     };
     task.tell(&text, json!({ "cluster_version": after }))
 }
@@ -414,15 +424,37 @@ fn members(common: Common, outer: &Settings) -> Result<Status, Failure> {
     Ok(Status::Ok)
 }
 
-fn status(common: Common, outer: &Settings) -> Result<Status, Failure> {
-    let mut cluster = Cluster::new(common.settings.or(outer), None)?;
+/// A member: its name, what is known of it, and what it says itself.
+type Reached = (String, Value, Result<Value, Failure>);
+
+/// Asks one member who there is, and then each of them.
+fn reach(cluster: &mut Cluster) -> Result<(Value, Vec<Reached>), Failure> {
     let seen = cluster.ask("status", json!({}))?;
     let mut reached = Vec::new();
     for (name, about) in listed(&seen) {
         let address = about["client_addr"].as_str().unwrap_or_default().to_owned();
         reached.push((name, about, cluster.status_at(&address)));
     }
+    Ok((seen, reached))
+}
+
+fn is_ready((_, _, status): &Reached) -> bool {
+    status.as_ref().is_ok_and(|status| status["ready"] == true)
+}
+
+fn status(wait: Option<Duration>, common: Common, outer: &Settings) -> Result<Status, Failure> {
+    let mut cluster = Cluster::new(common.settings.or(outer), None)?;
+    let begun = Instant::now();
+    let (seen, reached) = loop {
+        let found = reach(&mut cluster);
+        let is_well = found.as_ref().is_ok_and(|(_, reached)| reached.iter().all(is_ready));
+        if is_well || wait.is_none_or(|wait| begun.elapsed() >= wait) {
+            break found?;
+        }
+        std::thread::sleep(POLL);
+    };
     let all_answer = reached.iter().all(|(.., status)| status.is_ok());
+    let all_answer = all_answer && (wait.is_none() || reached.iter().all(is_ready));
     let ended = if all_answer { Status::Ok } else { Status::Unreachable };
     if common.output.json {
         let members = reached.into_iter().map(|(_, mut about, status)| {
@@ -508,6 +540,8 @@ pub(crate) fn word(value: &Value) -> String {
     match value {
         Value::String(text) => clean(text),
         Value::Null => "-".to_owned(),
-        other => other.to_string(),
+        other @ (Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_)) => {
+            other.to_string()
+        }
     }
 }

@@ -61,6 +61,8 @@ pub(crate) async fn run(args: Args) -> Result<Status, Failure> {
         }
     };
     make_directory(&dir)?;
+    // The variables it prints should do in every directory.
+    let dir = dir.canonicalize().unwrap_or(dir);
     let ports = ports(&dir, usize::from(args.nodes))?;
     for name in ["raft-token", "admin-token"] {
         let path = dir.join(name);
@@ -195,7 +197,7 @@ fn ended(children: &mut [Child]) -> Option<usize> {
 }
 
 /// One node less is no reason to end: trying that out is what this is for. All of them are.
-async fn one_ended(children: &mut Vec<Child>) -> Failure {
+async fn one_ended(children: &mut [Child]) -> Failure {
     let mut told = vec![false; children.len()];
     loop {
         tokio::time::sleep(LOOK).await;

@@ -2,6 +2,8 @@
 
 #![cfg(test)]
 
+#[path = "process/cluster.rs"]
+mod cluster;
 #[path = "process/contend.rs"]
 mod contend;
 #[path = "process/lock.rs"]

@@ -287,12 +287,17 @@ impl Server {
             }
             // It does not know the greeting. Servers of the first generations close after anything they do not
             // know, some after an answer, so this connection is not used again.
-            Ok(Greeting::Accepted(_) | Greeting::Refused(ErrorCode::Error)) => {
+            Ok(Greeting::Accepted(_) | Greeting::Refused(ErrorCode::Error))
+                if address.may_be_old =>
+            {
                 Way::Plain(Mutex::new(Vec::new()))
             }
+            Ok(Greeting::Accepted(_)) => return Err(address.unreachable("it keeps no sessions")),
             Ok(Greeting::Refused(code)) => return Err(address.unreachable(code.text())),
             Ok(Greeting::NotLeader(_)) => return Err(Error::Refused(ErrorCode::NotLeader)),
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
+            Err(error)
+                if error.kind() == std::io::ErrorKind::UnexpectedEof && address.may_be_old =>
+            {
                 Way::Plain(Mutex::new(Vec::new()))
             }
             Err(error) => return Err(address.greeting_failed(&error)),

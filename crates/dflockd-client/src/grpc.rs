@@ -3,9 +3,10 @@
 //!
 //! A conversation is one HTTP/2 connection. When it breaks the conversation ends, and the link makes another one, as
 //! with lines; numbers of requests are request ids, so what is repeated is executed once. `calls.rs` has the
-//! call for each request.
+//! call for each request, `streams.rs` the subscriptions.
 
 mod calls;
+mod streams;
 
 use std::io;
 use std::sync::Arc;
@@ -21,12 +22,12 @@ use hyper_util::rt::TokioIo;
 use prost::Message;
 use prost::bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Status;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Status};
 
 use crate::stream::BoxBytes;
 
@@ -36,6 +37,8 @@ const VALUE_BYTES_MAX: usize = 1024 * 1024;
 /// How long a session lives without a sign of life. An odd number: locks with a lease of the same length would follow
 /// the session, and here each has its own guard.
 const TTL: Duration = Duration::from_millis(10_007);
+/// Calls that may wait at a time. A server takes 1,024 calls of a connection; the others must not wait for these.
+const WAITS_MAX: usize = 900;
 /// The words that this transport can do.
 const WORDS: [&str; 5] = ["mux", "ms", "fence", "lost", "lease-status"];
 
@@ -75,9 +78,22 @@ impl Api {
         request
     }
 
+    /// The same for what only an operator may do.
+    fn admin_request<T>(&self, message: T, token: &[u8]) -> tonic::Request<T> {
+        let mut request = self.request(message);
+        if let Ok(token) = MetadataValue::try_from(token) {
+            request.metadata_mut().insert("x-dflockd-admin", token);
+        }
+        request
+    }
+
     fn ack_through(&self) -> u64 {
         self.acknowledged.load(Ordering::Relaxed)
     }
+}
+
+fn bytes(bytes: &[u8]) -> Bytes {
+    Bytes::copy_from_slice(bytes)
 }
 
 /// Why a call brought no answer.
@@ -105,7 +121,27 @@ impl From<Status> for Failure {
         let detail = details.and_then(|status| status.details.into_iter().next());
         match detail.and_then(|detail| ErrorInfo::decode(detail.value).ok()) {
             Some(info) => Self::Refused(info.reason()),
-            None => Self::Broken,
+            // Said by what lies between: the connection can not go on, or this request is none it takes.
+            None => match status.code() {
+                Code::Unauthenticated | Code::PermissionDenied => {
+                    Self::Refused(Reason::Unauthenticated)
+                }
+                Code::InvalidArgument
+                | Code::OutOfRange
+                | Code::ResourceExhausted
+                | Code::Unimplemented => Self::Refused(Reason::BadRequest),
+                Code::Ok
+                | Code::Cancelled
+                | Code::Unknown
+                | Code::DeadlineExceeded
+                | Code::NotFound
+                | Code::AlreadyExists
+                | Code::FailedPrecondition
+                | Code::Aborted
+                | Code::Internal
+                | Code::Unavailable
+                | Code::DataLoss => Self::Broken,
+            },
         }
     }
 }
@@ -165,6 +201,7 @@ struct Conversation {
     /// The session ends with the conversation.
     bound: bool,
     tasks: JoinSet<()>,
+    waits: Arc<Semaphore>,
     said: mpsc::UnboundedSender<Said>,
 }
 
@@ -180,6 +217,7 @@ async fn talk(channel: Channel, mut pipe: DuplexStream) {
         unit: Unit::Seconds,
         bound: false,
         tasks: JoinSet::new(),
+        waits: Arc::new(Semaphore::new(WAITS_MAX)),
         said,
     };
     let mut input = Vec::new();
@@ -266,9 +304,11 @@ impl Conversation {
             Ok(Request::Cancel { .. }) => self.say(number, &Response::Ok),
             Ok(_) => {
                 let (api, said) = (self.api.clone(), self.said.clone());
+                let waits = Arc::clone(&self.waits);
                 self.tasks.spawn(async move {
                     let frame = Frame { number, command: b"", key: &key, arg: &arg };
                     let Ok(request) = Request::parse(op, &frame, unit) else { return };
+                    let _seat = if may_wait(&request) { waits.acquire().await.ok() } else { None };
                     calls::call(&api, number, unit, &request, &said).await;
                 });
             }
@@ -336,6 +376,16 @@ impl Conversation {
         response.print(self.unit, number, &mut line);
         let _ = self.said.send(Said::Lines(line));
     }
+}
+
+fn may_wait(request: &Request<'_>) -> bool {
+    matches!(
+        request,
+        Request::Acquire { .. }
+            | Request::Wait { .. }
+            | Request::BlockingPop { .. }
+            | Request::BarrierWait { .. }
+    )
 }
 
 /// Gives signs of life, and passes on what was lost.

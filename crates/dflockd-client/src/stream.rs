@@ -66,7 +66,8 @@ impl Dialer {
             })
         };
         let (auth, client_name) = (self.auth.clone(), Arc::clone(&self.client_name));
-        Address::custom(name, dial, auth, client_name, self.connect_timeout)
+        let address = Address::custom(name, dial, auth, client_name, self.connect_timeout);
+        Address { may_be_old: self.transport == Transport::Lines, ..address }
     }
 
     /// A socket, with TLS if that is wanted.
@@ -120,6 +121,8 @@ pub(crate) struct Address {
     pub(crate) auth: Option<Arc<str>>,
     pub(crate) client_name: Arc<str>,
     pub(crate) connect_timeout: Duration,
+    /// Servers of older generations may be there.
+    pub(crate) may_be_old: bool,
 }
 
 impl Address {
@@ -131,7 +134,8 @@ impl Address {
         client_name: Arc<str>,
         connect_timeout: Duration,
     ) -> Self {
-        Self { name, dial: Arc::new(dial), auth, client_name, connect_timeout }
+        let dial = Arc::new(dial);
+        Self { name, dial, auth, client_name, connect_timeout, may_be_old: true }
     }
 
     /// Connects and authenticates.

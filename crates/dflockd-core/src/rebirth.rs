@@ -57,3 +57,63 @@ impl Store {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use alloc::sync::Arc;
+    use alloc::vec;
+
+    use super::*;
+    use crate::effect::{Effect, Outcome};
+    use crate::shared::Shared;
+    use crate::types::{Limits, Mode, Timestamp};
+
+    fn at_secs(seconds: u64) -> Timestamp {
+        Timestamp(0) + Span::from_secs(seconds)
+    }
+
+    fn acquire(store: &mut Store, session: u64, at: u64, wait: u64, lease: u64) -> Vec<Effect> {
+        let caller = Caller { session: SessionId(session), request: RequestId(1), keep: false };
+        let (wait, lease) = (Span::from_secs(wait), Some(Span::from_secs(lease)));
+        let command = Command::Acquire { key: b"k", mode: Mode::Mutex, wait, lease, salt: 7 };
+        let mut effects = Vec::new();
+        store.apply(caller, command, at_secs(at), &mut effects);
+        effects
+    }
+
+    fn fence(effects: &[Effect]) -> Option<u64> {
+        effects.iter().find_map(|effect| {
+            let Effect::Reply { outcome: Outcome::Granted(grant), .. } = effect else {
+                return None;
+            };
+            Some(grant.token.fence.0)
+        })
+    }
+
+    /// GUARANTEES R5: fences grow over a restore; nobody has a lock that somebody from before may still believe in.
+    #[test]
+    fn a_store_begins_anew() {
+        let shared = Arc::new(Shared::new());
+        let mut store = Store::new(Limits::default(), 1, shared, Timestamp(0));
+        let first = fence(&acquire(&mut store, 1, 1, 0, 30)).expect("it is free");
+        assert_eq!(fence(&acquire(&mut store, 2, 2, 60, 40)), None);
+        // A hold whose session has ended, by its lease.
+        let end = Command::EndSession { release: false, forced: false };
+        let caller = Caller { session: SessionId(1), request: RequestId(0), keep: false };
+        store.apply(caller, end, at_secs(3), &mut Vec::new());
+        assert_eq!(store.longest_lease(), Span::from_secs(40));
+
+        store.begin_anew(first + 1000, Span::from_secs(50));
+        store.check_invariants();
+        let bytes = store.snapshot();
+        let mut store = Store::restore(&bytes, Arc::new(Shared::new())).expect("it is whole");
+        assert_eq!(store.session_ids(SessionId(0)..=SessionId(u64::MAX)), vec![]);
+        assert_eq!(store.longest_lease(), Span::ZERO);
+        // It was at 3 s.
+        assert_eq!(fence(&acquire(&mut store, 3, 52, 10, 5)), None, "the delay lasts until 53 s");
+        let mut effects = Vec::new();
+        let nobody = Caller { session: SessionId(0), request: RequestId(0), keep: false };
+        store.apply(nobody, Command::Tick, at_secs(53), &mut effects);
+        assert!(fence(&effects).expect("it waited") >= first + 1000);
+    }
+}

@@ -126,8 +126,9 @@ impl Engine {
         match self {
             Self::Memory(memory) => memory.survey(each_max),
             Self::Replicated(member) => {
+                // As of the last entry, so that members who have the same state say the same.
                 let survey = member.look(false, move |machine| {
-                    machine.store().map(|store| store.survey(machine.shown(), each_max, NAMES_MAX))
+                    machine.store().map(|store| store.survey(machine.now(), each_max, NAMES_MAX))
                 });
                 survey.flatten().unwrap_or_default()
             }

@@ -64,8 +64,6 @@ pub struct Replicated {
     /// Connections that the tender should serve, because whoever turned to the replica has other things to do.
     errands: Mutex<Pokes>,
     has_errands: AtomicBool,
-    /// How long that took the last time.
-    errands_took: AtomicU64,
     tender: OnceLock<Tender>,
     run: AtomicU32,
     /// Where else this node can be reached.
@@ -115,8 +113,6 @@ impl Tender {
 enum Haste {
     No,
     Yes,
-    /// And new requests wait for those who are answered now, to be written together.
-    AnswersOnly,
 }
 
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
@@ -252,7 +248,6 @@ impl Replicated {
             writing: AtomicBool::new(false),
             errands: Mutex::default(),
             has_errands: AtomicBool::new(false),
-            errands_took: AtomicU64::new(0),
             tender: OnceLock::new(),
             run: AtomicU32::new(0),
             doors: Mutex::default(),
@@ -658,9 +653,7 @@ impl Replicated {
         let Some(tender) = self.tender.get() else { return true };
         if self.has_errands.swap(false, Ordering::SeqCst) {
             let mut errands = std::mem::take(&mut *self.errands.lock());
-            let since = self.clock.now();
             errands.run();
-            self.errands_took.store(self.clock.now().since(since).0, Ordering::Relaxed);
             // Who was answered may have asked again: that is read before the replica gets more to do.
             return false;
         }
@@ -729,19 +722,9 @@ impl Replicated {
         let bomb = Bomb::new(self);
         let mut pokes = Pokes::new();
         self.stirred.store(false, Ordering::SeqCst);
-        {
-            let mut inputs = self.inputs.lock();
-            if haste == Haste::AnswersOnly {
-                std::mem::swap(&mut inputs.others, &mut taken.inputs.others);
-                self.stirred.store(!inputs.heads.is_empty(), Ordering::SeqCst);
-            } else {
-                std::mem::swap(&mut *inputs, &mut taken.inputs);
-            }
-        }
+        std::mem::swap(&mut *self.inputs.lock(), &mut taken.inputs);
         let (now, before) = (taken.inputs.heads.len(), self.taken.load(Ordering::Relaxed));
-        if haste != Haste::AnswersOnly {
-            self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
-        }
+        self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
         let due = taken.pass(self, &mut pokes);
         bomb.defuse();
         drop(seat);
@@ -750,7 +733,7 @@ impl Replicated {
             Err(why) => self.fail(why),
         }
         match self.tender.get() {
-            Some(tender) if haste != Haste::No => {
+            Some(tender) if haste == Haste::Yes => {
                 if !pokes.is_empty() {
                     self.errands.lock().append(&mut pokes);
                     self.has_errands.store(true, Ordering::SeqCst);
@@ -818,19 +801,12 @@ impl Replicated {
         self.turn(Haste::No);
     }
 
-    /// The log has written everything up to this number, which took so long; whoever says so wants to write on.
-    pub(crate) fn written(&self, number: u64, took: Span) {
+    /// The log has written everything up to this number and has nothing more to write.
+    pub(crate) fn written(&self, number: u64) {
         self.writing.store(false, Ordering::SeqCst);
         self.inputs.lock().others.push(Input::Written(number));
         self.stirred.store(true, Ordering::SeqCst);
-        // Half of the clients wait while the others are written. On a slow disk that is one write too many: it is
-        // faster to let all of them come together.
-        let others_return = self.errands_took.load(Ordering::Relaxed) * 3 / 2;
-        self.turn(match self.is_light() {
-            true => Haste::No,
-            false if took.0 > others_return => Haste::AnswersOnly,
-            false => Haste::Yes,
-        });
+        self.turn(if self.is_light() { Haste::No } else { Haste::Yes });
     }
 
     // ---- For the replica's thread ----

@@ -1961,7 +1961,7 @@ mod tests {
         let near = "unknown flag --htp-port (did you mean --http-port?)";
         refused(&["--htp-port", "80"], &[], near);
         refused(&["--replication-role", "primary"], &[], "unknown flag --replication-role");
-        refused(&["--no-host"], &[], "unknown flag --no-host");
+        refused(&["--no-host"], &[], "unknown flag --no-host (did you mean --grpc-host?)");
         refused(&["--no-debug=true"], &[], "unknown flag --no-debug (did you mean --debug?)");
         refused(&["-p6388"], &[], "unknown flag --p6388");
         refused(
@@ -2411,7 +2411,7 @@ mod tests {
         let message = "--raft-auth-token-file needs --raft-dir";
         refused(&["--raft-auth-token-file", file.path()], &[], message);
         refused(&[], &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", file.path())], message);
-        assert_eq!(settings().iter().filter(|s| s.needs == "raft-dir").count(), 17);
+        assert_eq!(settings().iter().filter(|s| s.needs == "raft-dir").count(), 19);
         config(&["--cluster-bootstrap=false", "--no-witness"], &[("DFLOCKD_WITNESS", "no")]);
     }
 
@@ -2810,7 +2810,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 67);
+        assert_eq!(settings.len(), 69);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

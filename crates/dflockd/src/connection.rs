@@ -1002,14 +1002,14 @@ impl Connection {
         let Some(Open { op, place }) = self.take_open(id) else { return };
         let number = self.number_of(id);
         if let Some(greeting) = self.greeting.take() {
-            let session = match outcome {
-                Outcome::Done => {
-                    Ok(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
-                }
-                Outcome::Refused(Refusal::Forgotten | Refusal::Unavailable) => {
-                    Err(ErrorCode::Unknown)
-                }
-                _ => Err(ErrorCode::Error),
+            let is_unknown =
+                matches!(outcome, Outcome::Refused(Refusal::Forgotten | Refusal::Unavailable));
+            let session = if outcome == Outcome::Done {
+                Ok(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
+            } else if is_unknown {
+                Err(ErrorCode::Unknown)
+            } else {
+                Err(ErrorCode::Error)
             };
             return self.finish_greeting(number, *greeting, session);
         }

@@ -16,10 +16,13 @@ use crate::service::span;
 /// How many entries are shown unless told otherwise.
 const ENTRIES: &str = "20";
 
+/// What one of them does.
+type Action = fn(&ArgMatches) -> Result<ExitCode, String>;
+
 /// Runs one of them, if the arguments name one.
 pub(crate) fn run(args: &[String]) -> Option<ExitCode> {
     let verb = args.first()?.as_str();
-    let (command, action): (Command, fn(&ArgMatches) -> Result<ExitCode, String>) = match verb {
+    let (command, action): (Command, Action) = match verb {
         "inspect-data" => (inspect_command(), inspect),
         "restore" => (restore_command(), restore),
         "force-new" => (force_new_command(), force_new),
@@ -344,7 +347,9 @@ fn print_report(shown: &Value) {
     let word = |value: &Value| match value {
         Value::String(text) => text.clone(),
         Value::Null => "-".to_owned(),
-        other => other.to_string(),
+        other @ (Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_)) => {
+            other.to_string()
+        }
     };
     let node = &shown["node"];
     say(format!("directory   {}", word(&shown["directory"])));

@@ -127,8 +127,18 @@ impl Operator<'_> {
             "drain" => AdminRequest::Drain { on: !wanted.undo },
             "snapshot" => {
                 self.audit(wanted.reason.as_deref().unwrap_or(""), None);
+                let status = || self.member.view().status;
+                let applied = status().map_or(0, |status| status.applied);
                 self.admin(AdminRequest::Snapshot, SNAPSHOT_PATIENCE)?;
-                let index = self.member.view().status.map_or(0, |status| status.snapshot);
+                let mut index = 0;
+                // The answer comes a moment before the status tells of it.
+                for _ in 0..100 {
+                    index = status().map_or(0, |status| status.snapshot);
+                    if index >= applied {
+                        break;
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
                 return Ok(json!({ "index": index }));
             }
             "policy" => match &wanted.set {

@@ -97,7 +97,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
 
     if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {
-        member.set_doors(cluster::doors(&config, cluster, http_address, None));
+        member.set_doors(cluster::doors(&config, cluster, http_address, grpc_address));
     }
     service.engine.start()?;
     let (max, per_address) = (config.max_connections, config.max_connections_per_ip);

@@ -9,6 +9,7 @@ mod check;
 mod crowd;
 mod echo;
 mod grow;
+mod grpc;
 mod holders;
 mod http;
 mod link;

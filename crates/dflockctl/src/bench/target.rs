@@ -4,6 +4,7 @@
 //! - Redis: `SET key token NX PX lease`, and scripts that compare the token before they delete
 //!   or extend. A lock that is taken is tried again after a pause: Redis has no queue.
 //! - etcd: the v3lock service by way of the JSON gateway of the client port, HTTP/1.1.
+//! - dflockd by its gRPC door: one session and one connection per client; see [`super::grpc`].
 //! - dflockd by its HTTP door: one session per connection, which is kept alive; see [`super::http`].
 //!
 //! Knows bytes only; sockets and order are the business of [`super::link`] and [`super::load`].
@@ -11,8 +12,8 @@
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
-use super::http;
 use super::numbers::Random;
+use super::{grpc, http};
 
 /// A kind of server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -21,6 +22,8 @@ pub(crate) enum Target {
     Dflockd,
     /// The same by its HTTP door.
     Http,
+    /// The same by its gRPC door.
+    Grpc,
     /// Redis, one instance.
     Redis,
     /// etcd's v3lock by the JSON gateway.
@@ -100,6 +103,8 @@ pub(crate) struct Dialect {
     pub(crate) mux: bool,
     /// HTTP: what is the same in all requests of the connection.
     http: http::Forms,
+    /// gRPC: likewise.
+    grpc: grpc::Forms,
 }
 
 const RELEASE_SCRIPT: &str =
@@ -116,6 +121,7 @@ impl Target {
         match self {
             Self::Dflockd => "dflockd",
             Self::Http => "http",
+            Self::Grpc => "grpc",
             Self::Redis => "redis",
             Self::Etcd => "etcd",
             Self::Echo => "echo",
@@ -129,12 +135,12 @@ impl Target {
 
     /// Whether those who wait are served in the order in which they came.
     pub(crate) fn queues(self) -> bool {
-        matches!(self, Self::Dflockd | Self::Http | Self::Etcd)
+        matches!(self, Self::Dflockd | Self::Http | Self::Grpc | Self::Etcd)
     }
 
     /// Whether several requests may be on the way on one connection.
     pub(crate) fn pipelines(self) -> bool {
-        !matches!(self, Self::Http | Self::Etcd)
+        !matches!(self, Self::Http | Self::Grpc | Self::Etcd)
     }
 
     /// Says what has to be said first on a connection.
@@ -166,6 +172,10 @@ impl Target {
                     io::Error::other(format!("no session: {}", String::from_utf8_lossy(&answer)))
                 })?;
                 dialect.http = http::Forms::new(id, WAIT_S, lease_s);
+            }
+            Self::Grpc => {
+                let wait_ms = WAIT_S.parse::<u64>().map_err(io::Error::other)? * 1000;
+                dialect.grpc = grpc::Forms::greet(stream, wait_ms, lease_s)?;
             }
             Self::Redis => {
                 dialect.release_script = self.load_script(stream, RELEASE_SCRIPT)?;
@@ -240,6 +250,7 @@ impl Target {
                 }
             }
             Self::Http => dialect.http.write(out, request, key, proof),
+            Self::Grpc => dialect.grpc.write(out, request, key, proof),
             Self::Redis => {
                 let lease_ms = dialect.lease_ms.as_bytes();
                 match request {
@@ -287,6 +298,7 @@ impl Target {
                 input.iter().position(|&byte| byte == b'\n').map(|end| end + 1)
             }
             Self::Http => http::frame(input),
+            Self::Grpc => grpc::frame(input),
             Self::Etcd => {
                 let head = find(input, b"\r\n\r\n")? + 4;
                 if let Some(length) = header(&input[..head], b"content-length:") {
@@ -307,6 +319,7 @@ impl Target {
                 Request::Release | Request::Renew => Answer::Refused,
             },
             Self::Http => http::read(request, answer, proof),
+            Self::Grpc => grpc::read(request, answer, proof),
             Self::Redis => match (request, answer) {
                 (Request::Acquire, b"+OK\r\n") => Answer::Granted { fence: 0 },
                 (Request::Acquire, b"$-1\r\n") => Answer::Busy,

@@ -32,7 +32,7 @@ pub(super) fn eventually<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T
 }
 
 /// The server beside `dflockctl`, built if it is not there.
-fn server_exe() -> &'static Path {
+pub(super) fn server_exe() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
         let path = Path::new(EXE).with_file_name("dflockd");

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use dflockd_wire::grpc::admin_client::AdminClient;
 use dflockd_wire::grpc::barriers_client::BarriersClient;
 use dflockd_wire::grpc::cluster_client::ClusterClient;
 use dflockd_wire::grpc::compare_and_set_request::Expect;
@@ -11,23 +12,19 @@ use dflockd_wire::grpc::kv_client::KvClient;
 use dflockd_wire::grpc::lists_client::ListsClient;
 use dflockd_wire::grpc::locks_client::LocksClient;
 use dflockd_wire::grpc::signals_client::SignalsClient;
-use dflockd_wire::grpc::subscribe_response::What;
-use dflockd_wire::grpc::watch_client::WatchClient;
 use dflockd_wire::grpc::{
-    AcquireRequest, AddCounterRequest, BarrierWaitRequest, CampaignRequest, ChangeKind,
-    CompareAndSetRequest, DeleteRequest, DescribeRequest, EnqueueRequest, GetCounterRequest,
-    GetRequest, Grant, HealthRequest, LeaderEvent, LengthRequest, ListEnd, Lock, LockMode,
-    MemberRole, MembersRequest, ObserveRequest, PopRequest, PublishRequest, PushRequest,
-    RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest,
-    SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
+    AcquireRequest, AddCounterRequest, BarrierWaitRequest, CampaignRequest, CompareAndSetRequest,
+    DeleteRequest, DescribeRequest, EndSessionRequest, EnqueueRequest, ForceReleaseRequest,
+    GetCounterRequest, GetRequest, Grant, HealthRequest, LengthRequest, ListEnd, Lock, LockMode,
+    MemberRole, MembersRequest, PopRequest, PublishRequest, PushRequest, RangeRequest, Reason,
+    ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest, SetRequest, WaitRequest,
 };
-use dflockd_wire::{End, ErrorCode, Mode, Push, Request, Response, Space, TokenText, Unit};
+use dflockd_wire::{End, ErrorCode, Mode, Request, Response, Space, TokenText, Unit};
 use prost::bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
-use tokio_stream::StreamExt;
 
-use super::{Api, Failure, Said, code};
+use super::{Api, Failure, Said, bytes, code, streams};
 
 /// An answer that owns what it says.
 enum Answer {
@@ -55,14 +52,11 @@ pub(super) async fn call(
 ) {
     let mut line = Vec::new();
     let mut print = |response: &Response<'_>| response.print(unit, number, &mut line);
-    let failure = match request {
-        Request::Listen { .. } | Request::Watch { .. } | Request::Observe { .. } => {
-            let mut ok = Vec::new();
-            Response::Ok.print(unit, number, &mut ok);
-            // A stream that ends without a reason is broken, too.
-            Some(follow(api, request, &ok, said).await.err().unwrap_or(Failure::Broken))
-        }
-        _ => match ask(api, number.unwrap_or_default(), request).await {
+    let mut ok = Vec::new();
+    Response::Ok.print(unit, number, &mut ok);
+    let failure = match streams::follow(api, request, &ok, said).await {
+        Some(ended) => Some(ended),
+        None => match ask(api, number.unwrap_or_default(), request).await {
             Ok(answer) => {
                 answer.print(&mut print);
                 None
@@ -116,10 +110,6 @@ impl Answer {
             Self::Json(json) => print(&Response::Value(json.to_string().as_bytes())),
         }
     }
-}
-
-fn bytes(bytes: &[u8]) -> Bytes {
-    Bytes::copy_from_slice(bytes)
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -324,6 +314,17 @@ async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer
             Err(failure) => Err(failure),
         },
         Request::Inspect { key } => inspect(api, key).await,
+        Request::ForceRelease { key, token, space, fence, reason } => {
+            let (key, mode, reason) = (bytes(key), space_of(space), reason.to_owned());
+            let request = ForceReleaseRequest { key, mode, fence, reason };
+            AdminClient::new(channel).force_release(api.admin_request(request, token)).await?;
+            Ok(Answer::Done(true))
+        }
+        Request::EndSession { session: number, token, reason } => {
+            let request = EndSessionRequest { number, reason: reason.to_owned() };
+            AdminClient::new(channel).end_session(api.admin_request(request, token)).await?;
+            Ok(Answer::Done(true))
+        }
         Request::Auth { .. }
         | Request::Barrier
         | Request::StableRef { .. }
@@ -337,14 +338,12 @@ async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer
         | Request::Cancel { .. }
         | Request::Ack { .. }
         | Request::Ls { .. }
-        | Request::ForceRelease { .. }
-        | Request::EndSession { .. }
         | Request::Cluster { .. } => Err(Failure::Refused(Reason::BadRequest)),
     }
 }
 
-/// The part `cluster` of `stats`. Members have no address here but for lines, which is of no use: clients go
-/// to those they were given.
+/// The part `cluster` of `stats`, all there is of it here. Members have no address but for lines, which is of no use:
+/// clients go to those they were given.
 async fn members(api: &Api) -> Result<Value, Failure> {
     let mut cluster = ClusterClient::new(api.channel.clone());
     let told = cluster.members(api.request(MembersRequest {})).await?.into_inner().members;
@@ -371,7 +370,7 @@ async fn members(api: &Api) -> Result<Value, Failure> {
     }))
 }
 
-/// What a key is, as far as it is a lock or semaphore; else what it is called.
+/// What a key is; if it is several things, the first of them.
 async fn inspect(api: &Api, key: &[u8]) -> Result<Answer, Failure> {
     let request = api.request(DescribeRequest { key: bytes(key) });
     let told = match LocksClient::new(api.channel.clone()).describe(request).await {
@@ -384,14 +383,28 @@ async fn inspect(api: &Api, key: &[u8]) -> Result<Answer, Failure> {
         }
     };
     let key = text(key);
-    let about = match told.locks.first() {
-        Some(lock) => describe(&key, lock),
-        None if told.counter.is_some() => json!({ "key": key, "kind": "counter" }),
-        None if told.entry.is_some() => json!({ "key": key, "kind": "kv" }),
-        None if told.list.is_some() => json!({ "key": key, "kind": "list" }),
-        None => json!({ "key": key, "kind": "barrier" }),
-    };
-    Ok(Answer::Json(about))
+    let seconds = |millis: u64| Duration::from_millis(millis).as_secs_f64();
+    let lock = told.locks.first().map(|lock| describe(&key, lock));
+    let counter = told.counter.map(
+        |it| json!({ "key": key, "kind": "counter", "value": it.value, "revision": it.revision }),
+    );
+    let entry = told.entry.map(|it| {
+        let ttl = it.ttl_ms.map_or(0.0, seconds);
+        let (value_len, revision) = (it.value_bytes, it.revision);
+        json!({ "key": key, "kind": "kv", "value_len": value_len, "ttl": ttl, "revision": revision })
+    });
+    let list = told.list.map(|it| {
+        let (len, pop_waiters, revision) = (it.length, it.pop_waiters, it.revision);
+        json!({
+            "key": key, "kind": "list", "len": len, "pop_waiters": pop_waiters, "revision": revision
+        })
+    });
+    let barrier = told.barrier.map(|it| {
+        let (count, participants) = (it.count, it.participants);
+        json!({ "key": key, "kind": "barrier", "count": count, "participants": participants })
+    });
+    let about = lock.or(counter).or(entry).or(list).or(barrier);
+    Ok(about.map_or(Answer::Value(None), Answer::Json))
 }
 
 fn describe(key: &str, lock: &Lock) -> Value {
@@ -429,100 +442,5 @@ fn describe(key: &str, lock: &Lock) -> Value {
         "holders": holders,
         "queue": queue,
         "revision": lock.revision,
-    })
-}
-
-/// Subscribes, says `ok`, and passes on what comes until the stream ends.
-async fn follow(
-    api: &Api,
-    request: &Request<'_>,
-    ok: &[u8],
-    said: &mpsc::UnboundedSender<Said>,
-) -> Result<(), Failure> {
-    let say = |lines: Vec<u8>| {
-        let _ = said.send(Said::Lines(lines));
-    };
-    let channel = api.channel.clone();
-    match *request {
-        Request::Listen { pattern, group } => {
-            let add = vec![Subscription { pattern: bytes(pattern), group: bytes(group) }];
-            let wish = SubscribeRequest { add, remove: Vec::new() };
-            let wishes = tokio_stream::once(wish).chain(tokio_stream::pending());
-            let mut signals = SignalsClient::new(channel);
-            let mut heard = signals.subscribe(api.request(wishes)).await?.into_inner();
-            while let Some(told) = heard.message().await? {
-                match told.what {
-                    Some(What::Applied(_)) => say(ok.to_vec()),
-                    Some(What::Signal(signal)) => {
-                        let mut line = Vec::new();
-                        let (channel, payload) = (&signal.channel[..], &signal.payload[..]);
-                        Push::Signal { channel, payload }.print(&mut line);
-                        say(line);
-                    }
-                    None => {}
-                }
-            }
-        }
-        Request::Watch { pattern } => {
-            let patterns = vec![bytes(pattern)];
-            let request = WatchRequest { patterns, after_revision: None, kinds: Vec::new() };
-            let mut watch = WatchClient::new(channel);
-            let mut heard = watch.watch(api.request(request)).await?.into_inner();
-            let mut begun = false;
-            while let Some(told) = heard.message().await? {
-                // The first message is a bookmark.
-                if !std::mem::replace(&mut begun, true) {
-                    say(ok.to_vec());
-                }
-                for change in &told.changes {
-                    if let Some(event) = event_of(change.kind()) {
-                        let mut line = Vec::new();
-                        Push::Watch { event, key: &change.key }.print(&mut line);
-                        say(line);
-                    }
-                }
-            }
-        }
-        Request::Observe { key } => {
-            let mut elections = ElectionsClient::new(channel);
-            let request = api.request(ObserveRequest { key: bytes(key) });
-            let mut heard = elections.observe(request).await?.into_inner();
-            say(ok.to_vec());
-            while let Some(told) = heard.message().await? {
-                let event = match (told.event(), &told.leader) {
-                    (LeaderEvent::Resigned, _) => "resigned",
-                    (LeaderEvent::Failover, _) => "failover",
-                    (LeaderEvent::Elected, _) | (LeaderEvent::Unspecified, Some(_)) => "elected",
-                    (LeaderEvent::Unspecified, None) => continue,
-                };
-                let mut line = Vec::new();
-                Push::Leader { event, key }.print(&mut line);
-                say(line);
-            }
-        }
-        _ => {}
-    }
-    Ok(())
-}
-
-fn event_of(kind: ChangeKind) -> Option<&'static str> {
-    Some(match kind {
-        ChangeKind::Unspecified => return None,
-        ChangeKind::Acquire => "acquire",
-        ChangeKind::Release => "release",
-        ChangeKind::Elect => "elect",
-        ChangeKind::Resign => "resign",
-        ChangeKind::Incr => "incr",
-        ChangeKind::Decr => "decr",
-        ChangeKind::Cset => "cset",
-        ChangeKind::Kset => "kset",
-        ChangeKind::Kdel => "kdel",
-        ChangeKind::Kcas => "kcas",
-        ChangeKind::Lpush => "lpush",
-        ChangeKind::Rpush => "rpush",
-        ChangeKind::Lpop => "lpop",
-        ChangeKind::Rpop => "rpop",
-        ChangeKind::Blpop => "blpop",
-        ChangeKind::Brpop => "brpop",
     })
 }

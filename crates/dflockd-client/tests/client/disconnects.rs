@@ -302,7 +302,7 @@ async fn a_wait_ends_with_a_cut() {
 
 /// The grant has arrived, but the caller has not looked yet when the connection breaks: what it gets must not
 /// look like a lock that is held.
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn a_grant_of_a_connection_that_is_gone_is_lost() {
     let server = Process::start::<&str>(&[]);
     let proxy = Proxy::to(server.address).await;
@@ -326,7 +326,7 @@ async fn a_grant_of_a_connection_that_is_gone_is_lost() {
 }
 
 /// The same with a session that has ended, and with an operator.
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn a_grant_that_was_ended_before_it_was_seen_is_lost() {
     let server = Process::start(&["--admin-token", "adm1n"]);
     for forced in [true, false] {
@@ -356,6 +356,7 @@ async fn a_grant_that_was_ended_before_it_was_seen_is_lost() {
     }
 }
 
+/// Begins something and does not look again. On a runtime of one thread: another could answer meanwhile.
 async fn polled_once<F: Future>(mut future: std::pin::Pin<&mut F>) {
     std::future::poll_fn(|context| {
         assert!(future.as_mut().poll(context).is_pending());

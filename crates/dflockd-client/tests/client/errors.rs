@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_client::{Client, Error, ErrorCode, OnDisconnect};
+use dflockd_client::{Client, Error, ErrorCode, OnDisconnect, Transport};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -39,30 +39,34 @@ async fn tls_and_a_token() {
     let dir = Dir::new();
     let (cert, key) = (dir.write("cert.pem", &certificate), dir.write("key.pem", &key));
     let flags = ["--auth-token", "s3cret", "--tls-cert", &cert, "--tls-key", &key];
-    let server = Process::start(&flags);
-    let builder = || server.builder().tls(trusting(&certificate));
+    let (server, grpc) = Process::start_with_grpc(&flags);
+    for (transport, address) in [(Transport::Lines, server.address), (Transport::Grpc, grpc)] {
+        let key = format!("{transport:?}");
+        let plain = || Client::builder().transport(transport).server(address.to_string());
+        let builder = || plain().tls(trusting(&certificate));
 
-    let client = builder().auth_token("s3cret").connect().await.unwrap();
-    let guard = client.lock("k").try_acquire().await.unwrap().unwrap();
-    guard.renew().await.unwrap();
-    let mut signals = client.listen("s", None).await.unwrap();
-    assert_eq!(client.signal("s", b"hi").await, Ok(1));
-    assert_eq!(soon("a signal", signals.next()).await.unwrap().payload, b"hi");
-    let named = format!("localhost:{}", server.address.port());
-    let named = builder().server(named).auth_token("s3cret").connect().await.unwrap();
-    assert!(named.lock("k").try_acquire().await.unwrap().is_none());
+        let client = builder().auth_token("s3cret").connect().await.unwrap();
+        let guard = client.lock(key.as_str()).try_acquire().await.unwrap().unwrap();
+        guard.renew().await.unwrap();
+        let mut signals = client.listen("s", None).await.unwrap();
+        assert_eq!(client.signal("s", b"hi").await, Ok(1));
+        assert_eq!(soon("a signal", signals.next()).await.unwrap().payload, b"hi");
+        let named = format!("localhost:{}", address.port());
+        let named = builder().server(named).auth_token("s3cret").connect().await.unwrap();
+        assert!(named.lock(key.as_str()).try_acquire().await.unwrap().is_none());
 
-    assert_eq!(error(builder().auth_token("wrong").connect().await), Error::Auth);
-    assert!(!Error::Auth.may_have_applied() && !Error::Auth.may_retry());
-    assert_eq!(error(builder().connect().await), Error::Auth);
+        assert_eq!(error(builder().auth_token("wrong").connect().await), Error::Auth);
+        assert!(!Error::Auth.may_have_applied() && !Error::Auth.may_retry());
+        assert_eq!(error(builder().connect().await), Error::Auth);
 
-    let distrusting = server.builder().tls(trusting(&other)).auth_token("s3cret");
-    let distrusted = error(distrusting.connect().await);
-    assert!(matches!(distrusted, Error::Unreachable { .. }), "{distrusted}");
-    assert!(!distrusted.may_have_applied());
-    let plain = server.builder().auth_token("s3cret").connect_timeout(Duration::from_secs(5));
-    assert!(plain.connect().await.is_err());
-    assert!(guard.is_valid());
+        let distrusting = plain().tls(trusting(&other)).auth_token("s3cret");
+        let distrusted = error(distrusting.connect().await);
+        assert!(matches!(distrusted, Error::Unreachable { .. }), "{distrusted}");
+        assert!(!distrusted.may_have_applied());
+        let plain = plain().auth_token("s3cret").connect_timeout(Duration::from_secs(5));
+        assert!(plain.connect().await.is_err());
+        assert!(guard.is_valid());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

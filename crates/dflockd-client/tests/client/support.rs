@@ -227,7 +227,10 @@ pub(super) enum Either {
     InProcess(testing::Server),
     Process(Process),
     /// A process that is talked to by gRPC.
-    Grpc(Process, SocketAddr),
+    Grpc {
+        _process: Process,
+        address: SocketAddr,
+    },
 }
 
 impl Either {
@@ -242,7 +245,7 @@ impl Either {
     pub(super) fn all() -> [Self; 3] {
         let [first, second] = Self::both();
         let (process, address) = Process::start_with_grpc(&[]);
-        [first, second, Self::Grpc(process, address)]
+        [first, second, Self::Grpc { _process: process, address }]
     }
 
     pub(super) async fn client(&self) -> Client {
@@ -257,7 +260,7 @@ impl Either {
         match self {
             Self::InProcess(server) => server.client_with(builder).await,
             Self::Process(process) => builder.server(process.address.to_string()).connect().await,
-            Self::Grpc(_, address) => {
+            Self::Grpc { address, .. } => {
                 builder.transport(Transport::Grpc).server(address.to_string()).connect().await
             }
         }

@@ -214,6 +214,26 @@ impl Consensus {
         raft.election_elapsed = raft.election_elapsed.max(elapsed.min(timeout));
     }
 
+    /// Whether it is time to vote for somebody else.
+    pub(crate) fn misses_leader(&self) -> bool {
+        let raft = &self.node.raft;
+        raft.state != StateRole::Leader && raft.election_elapsed >= raft.election_timeout()
+    }
+
+    /// The election timer stops short of its end: this member votes for others, but wants no votes.
+    pub(crate) fn hold_back(&mut self) {
+        if self.is_leader() {
+            return;
+        }
+        // There must be a time between both ends.
+        while self.node.raft.randomized_election_timeout() < self.election_ticks + 2 {
+            self.campaigns += 1;
+            self.settle();
+        }
+        let raft = &mut self.node.raft;
+        raft.election_elapsed = raft.election_elapsed.min(raft.randomized_election_timeout() - 2);
+    }
+
     /// The election timer starts anew.
     pub(crate) fn calm(&mut self) {
         self.node.raft.election_elapsed = 0;

@@ -1,9 +1,9 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
-//! Whoever turns to the [`Replica`] has its [`Seat`]: lets it take all that has come and decide, and hands out what is to
-//! be done. `replica` is the thread that does so when time passes or something takes long. `log` writes and syncs all
-//! that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a thread of its own
-//! while it is made. Peers are served by the runtime's threads.
+//! Whoever turns to the [`Replica`] has its [`Seat`]: lets it take all that has come and decide, and hands out what is
+//! to be done. `replica` is the thread that does so when time passes or something takes long. `log` writes and syncs
+//! all that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a thread of
+//! its own while it is made. Peers are served by the runtime's threads.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -500,7 +500,6 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
             Err(mpsc::RecvTimeoutError::Disconnected) => return log.sync(),
         };
         let (mut number, mut sync) = (0, false);
-        let began = front.clock().now();
         while let Some(job) = next {
             match job {
                 LogJob::Write(write) => {
@@ -535,7 +534,7 @@ fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) ->
             front.gauges().synced(front.clock().now().since(began), log.bytes());
         }
         if number > 0 {
-            front.written(number, front.clock().now().since(began));
+            front.written(number);
         }
         if low && looked.elapsed() >= LOOK {
             looked = Instant::now();

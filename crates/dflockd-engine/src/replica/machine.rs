@@ -686,3 +686,90 @@ fn reply(caller: Caller, outcome: Outcome, events: &mut Vec<Event>) {
     let Caller { session, request, .. } = caller;
     events.push(Event::Effect(Effect::Reply { session, request, outcome }));
 }
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::Limits;
+
+    use super::*;
+
+    fn apply(machine: &mut Machine, stamp: u64, put: impl Fn(&mut Vec<u8>)) -> Vec<Event> {
+        let mut payload = Vec::new();
+        codec::begin_payload(&mut payload, Timestamp(stamp));
+        put(&mut payload);
+        let mut events = Vec::new();
+        machine.apply(&payload, &mut events).expect("it was just made");
+        events
+    }
+
+    fn order(machine: &mut Machine, stamp: u64, order: &Order) -> Vec<Event> {
+        apply(machine, stamp, |payload| codec::put_order(payload, order))
+    }
+
+    fn machine() -> Machine {
+        let member = |node: &str| Member {
+            node: node.into(),
+            peer_addr: format!("{node}:7000"),
+            client_addr: String::new(),
+            witness: false,
+            disk: None,
+        };
+        let mut machine = Machine::new([1; 16], [(1, member("a")), (2, member("b"))].into());
+        let limits = Limits::default();
+        let auto_release = AutoRelease::Clean;
+        let policy = Box::new(Policy { limits, auto_release, orphan_ttl: Span::ZERO });
+        order(&mut machine, 1, &Order::Init { policy, seed: 1, fence: 100 });
+        machine
+    }
+
+    fn again(machine: &Machine) -> Machine {
+        Machine::restore(&machine.snapshot(), false).expect("it was just written")
+    }
+
+    #[test]
+    fn versions_are_told_and_only_grow() {
+        let mut machine = machine();
+        assert_eq!((machine.version(), machine.versions().len()), (1, 0));
+        let run = Run::new(1, 1);
+        apply(&mut machine, 2, |payload| {
+            let start = Start { disk: 5, client_addr: String::new(), version: 3, witness: false };
+            let action = Action::Start(start);
+            let session = SessionId(0);
+            let request = RequestId(0);
+            let mut bytes = Vec::new();
+            codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+            codec::Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }.put(payload);
+        });
+        assert_eq!(machine.versions(), &BTreeMap::from([(1, 3)]));
+        let events = order(&mut machine, 3, &Order::Version { version: 3 });
+        assert!(events.contains(&Event::PolicyChanged), "whoever knows less must stop");
+        order(&mut machine, 4, &Order::Version { version: 2 });
+        let machine = again(&machine);
+        assert_eq!((machine.version(), machine.versions()[&1]), (3, 3));
+    }
+
+    #[test]
+    fn an_address_changes() {
+        let mut machine = machine();
+        let change = Order::Address { raft_id: 2, peer_addr: "c:9".into() };
+        assert!(order(&mut machine, 2, &change).contains(&Event::Members));
+        order(&mut machine, 3, &Order::Address { raft_id: 9, peer_addr: "d:9".into() });
+        let machine = again(&machine);
+        assert_eq!(machine.members()[&2].peer_addr, "c:9");
+        assert_eq!(machine.members()[&1].peer_addr, "a:7000");
+    }
+
+    /// GUARANTEES R5: a new cluster goes on with higher fences, and knows nobody of the old one.
+    #[test]
+    fn another_cluster_begins_with_the_state() {
+        let mut machine = machine();
+        let member = Member { node: "b".into(), ..machine.members()[&2].clone() };
+        machine.begin_anew([2; 16], 2, member, 5000, Span::from_secs(9));
+        let machine = again(&machine);
+        assert_eq!((machine.cluster(), machine.fence_next()), ([2; 16], 5000));
+        assert_eq!(machine.members().keys().collect::<Vec<_>>(), [&2]);
+        assert!(machine.was_removed(1) && machine.run_of(1).is_none());
+        assert!(machine.next_deadline().is_some(), "grants begin later");
+        assert_eq!(machine.next_raft_id(), 3);
+    }
+}

@@ -546,8 +546,11 @@ impl Replica {
     }
 
     fn tick(&mut self) {
-        if self.wary || self.installing.is_some() || self.stands_back() {
+        if self.wary || self.installing.is_some() {
             self.consensus.calm();
+        }
+        if self.drained {
+            self.stand_back();
         }
         self.consensus.tick();
         if !self.wary {
@@ -562,11 +565,13 @@ impl Replica {
         }
     }
 
-    /// Whether it leaves leading to others. If none of them does for long, it is better than nobody.
-    fn stands_back(&mut self) -> bool {
-        let alone = self.drained && self.consensus.leader().is_none();
-        self.drained_ticks = if alone { self.drained_ticks + 1 } else { 0 };
-        self.drained && self.drained_ticks <= WARY_TICKS_MAX
+    /// Leaves leading to others. If none of them does for long, it is better than nobody.
+    fn stand_back(&mut self) {
+        let silent = self.consensus.misses_leader();
+        self.drained_ticks = if silent { self.drained_ticks + 1 } else { 0 };
+        if self.drained_ticks <= WARY_TICKS_MAX {
+            self.consensus.hold_back();
+        }
     }
 
     /// A frame of another member, whose identity is certain.

@@ -19,7 +19,7 @@ use super::driver::{WHO, Who};
 use super::log::inspect::{self, Inspection};
 use super::log::{LogBatch, LogOptions, LogStore};
 use super::machine::{Event, Machine};
-use super::types::{Action, Bits128, Member, RaftId};
+use super::types::{Action, Bits128, Member, RaftId, Run};
 use super::{StateCopy, apply_entry, codec, note};
 use crate::clock::unix_nanos;
 
@@ -150,6 +150,9 @@ pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun
             dir.display()
         ));
     }
+    if machine.next_raft_id() > Run::RAFT_ID_MAX {
+        return Err("the backup: no member numbers are left".into());
+    }
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
     let (mut log, _) = LogStore::open(disk, LogOptions::default())
         .map_err(|error| format!("{}: {error}", dir.display()))?;
@@ -170,7 +173,7 @@ pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun
 ///
 /// # Errors
 ///
-/// If the directory can not be used, as a text for people: a node runs in it, it is damaged, or it belongs to a witness.
+/// If the directory can not be used, as a text for people: a node runs in it, it is damaged, or it is a witness's.
 pub fn force_new(dir: &Path, delay_min: Span, dry_run: bool) -> Result<Begun, String> {
     if !dir.is_dir() {
         return Err(format!("{} is no directory", dir.display()));

@@ -48,6 +48,8 @@ impl Cluster for Api {
             .into(),
             leader: leader == Some(*id),
             self_: view.raft_id == *id,
+            http_addr: view.doors.get(id).map(|doors| doors.http.clone()).unwrap_or_default(),
+            grpc_addr: view.doors.get(id).map(|doors| doors.grpc.clone()).unwrap_or_default(),
         });
         Ok(Response::new(MembersResponse { members: members.collect() }))
     }

@@ -1,7 +1,8 @@
 //! The service `Elections`.
 //!
 //! What a leader proclaims is a KV entry under a name of its own, with the fence of its leadership in front. It is only
-//! replaced by one with a fence that is not lower, so observers never see an earlier leader's value after a later one's.
+//! replaced by one with a fence that is not lower, so observers never see an earlier leader's value after a later
+//! one's.
 
 use std::sync::Arc;
 

@@ -77,15 +77,15 @@ impl Refused {
     /// Nobody knows what came of it.
     pub(crate) fn unknown() -> Self {
         let text = "the request may have had its effect";
-        let mut refused = Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again();
-        refused.info.may_have_applied = true;
-        refused
+        Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again().perhaps()
     }
 
-    pub(crate) fn not_leader(leader: Option<&str>) -> Self {
+    /// Somebody else must be asked, at these addresses if they are known.
+    pub(crate) fn not_leader(line: Option<&str>, grpc: Option<&str>) -> Self {
         let text = "this member does not do it";
         let mut refused = Self::new(Code::Unavailable, Reason::NotLeader, text);
-        refused.info.leader = leader.unwrap_or_default().to_owned();
+        refused.info.leader = line.unwrap_or_default().to_owned();
+        refused.info.leader_grpc = grpc.unwrap_or_default().to_owned();
         refused
     }
 
@@ -98,6 +98,13 @@ impl Refused {
         let mut refused = Self::new(code, reason, message);
         refused.info.revision = upto.0;
         refused
+    }
+
+    /// It may have had its effect.
+    #[must_use]
+    pub(crate) fn perhaps(mut self) -> Self {
+        self.info.may_have_applied = true;
+        self
     }
 
     /// A later try may succeed.
@@ -156,9 +163,7 @@ impl Refused {
 
 impl From<Gone> for Refused {
     fn from(_: Gone) -> Self {
-        let mut refused = Self::session_gone();
-        refused.info.may_have_applied = true;
-        refused
+        Self::session_gone().perhaps()
     }
 }
 

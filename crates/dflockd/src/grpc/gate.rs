@@ -1,5 +1,5 @@
-//! What every call passes before its service: token, and the state of the server. And what every answer passes that gives
-//! something away: if nobody takes it, that is given back.
+//! What every call passes before its service: token, and the state of the server. And what every answer passes that
+//! gives something away: if nobody takes it, that is given back.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -122,7 +122,7 @@ impl App {
         if view.is_leader() && !member.is_witness() {
             return Ok(());
         }
-        Err(Turned::Away(Refused::not_leader(view.leader_addr())))
+        Err(Turned::Away(Refused::not_leader(view.leader_addr(), view.leader_grpc_addr())))
     }
 }
 

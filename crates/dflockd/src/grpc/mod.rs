@@ -47,6 +47,8 @@ use crate::service::Service;
 const MESSAGE_BYTES_MAX: usize = 2 << 20;
 /// How often it is looked whether the server can answer.
 const HEALTH_LOOK: Duration = Duration::from_millis(100);
+/// How long streams of health stay when the server shuts down.
+const LAST_WORD: Duration = Duration::from_millis(300);
 /// The names that health is told by; the empty one is the server as a whole.
 const SERVICES: [&str; 12] = [
     "",
@@ -159,7 +161,7 @@ fn routes(app: &Arc<App>) -> Result<Routes, tonic_reflection::server::Error> {
 }
 
 /// Tells whoever asks for the health of the server how it is.
-async fn report_health(app: std::sync::Weak<App>, reporter: HealthReporter) {
+async fn report_health(app: std::sync::Weak<App>, mut reporter: HealthReporter) {
     let mut told = None;
     while let Some(app) = app.upgrade() {
         let ready = app.is_ready();
@@ -169,6 +171,15 @@ async fn report_health(app: std::sync::Weak<App>, reporter: HealthReporter) {
             for service in SERVICES {
                 reporter.set_service_status(service, status).await;
             }
+        }
+        if app.service.is_draining() {
+            // Who watches has time to hear it; then these streams must end, or the server would wait for them.
+            tokio::time::sleep(LAST_WORD).await;
+            for service in SERVICES {
+                reporter.clear_service_status(service).await;
+                reporter.set_service_status(service, ServingStatus::NotServing).await;
+            }
+            return;
         }
         drop(app);
         tokio::time::sleep(HEALTH_LOOK).await;

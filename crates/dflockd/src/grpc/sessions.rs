@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::error::Refused;
 use super::{App, Peer, fields};
-use crate::caller::{Answer, Caller};
+use crate::caller::{Answer, Caller, Gone};
 use crate::config::Config;
 use crate::service::span;
 
@@ -393,8 +393,16 @@ impl Client {
         };
         tokio::select! {
             biased;
-            told = executed => told,
-            () = self.app.drained() => Err(Refused::draining()),
+            told = executed => told.map_err(|gone: Gone| match &self.who {
+                Who::Session(_) => Refused::from(gone),
+                // That the common session is gone says nothing about the client.
+                Who::Common(_) => Refused::unknown(),
+            }),
+            // What can be repeated stays, and may come to something yet.
+            () = self.app.drained() => Err(match self.request {
+                Some(_) => Refused::draining().perhaps(),
+                None => Refused::draining(),
+            }),
         }
     }
 }

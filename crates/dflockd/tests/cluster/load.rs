@@ -134,6 +134,15 @@ impl Ledger {
         self.accounts.iter().flat_map(|(_, account)| account.refused.clone()).collect()
     }
 
+    /// How many requests nobody could tell the outcome of.
+    pub(super) fn unknown(&self) -> u64 {
+        let unknown = |account: &Account| {
+            let perhaps = account.pushed_perhaps.len() + account.set_perhaps.len();
+            account.counted_perhaps + perhaps as u64
+        };
+        self.accounts.iter().map(|(_, account)| unknown(account)).sum()
+    }
+
     /// The longest time in which no write of anybody was answered.
     pub(super) fn longest_gap(&self) -> Duration {
         self.answered.windows(2).map(|two| two[1] - two[0]).max().unwrap_or_default()

@@ -16,10 +16,14 @@ mod load;
 #[cfg(test)]
 mod membership;
 #[cfg(test)]
+mod operate;
+#[cfg(test)]
 mod partition;
 #[cfg(test)]
 mod policy;
 #[cfg(test)]
 mod proxy;
+#[cfg(test)]
+mod rotation;
 #[cfg(test)]
 mod storage;

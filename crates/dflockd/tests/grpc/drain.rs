@@ -46,7 +46,8 @@ async fn a_server_that_goes_tells_everybody() {
         }
     };
     refused(Err::<(), _>(ended), Code::Unavailable, Reason::Draining);
-    drop((watching, health, link, holder, waiter, watch, observe));
+    assert_eq!(soon("health", watching.message()).await.unwrap().unwrap().status, 2);
+    assert_eq!(soon("its end", watching.message()).await.unwrap(), None);
     assert!(site.server.wait_for_end().success());
 }
 

@@ -1,9 +1,10 @@
 //! The scripts of the line protocol (`tests/scripts`), played through gRPC: the same answers, in memory mode and on a
 //! durable node.
 //!
-//! A section is left out if it is about what gRPC does not have: bytes that are no whole requests, `hello` and what comes
-//! with it, `auth` and the commands with an operator's token in them (metadata here), the texts of `stats`, `inspect` and
-//! `ls` (messages here), how sockets end, and signals to the process. What else differs is in [`NOT_THE_SAME`].
+//! A section is left out if it is about what gRPC does not have: bytes that are no whole requests, `hello` and what
+//! comes with it, `auth` and the commands with an operator's token in them (metadata here), the texts of `stats`,
+//! `inspect` and `ls` (messages here), how sockets end, and signals to the process. What else differs is in
+//! [`NOT_THE_SAME`]. A line that is no request has no call that stands for it and is answered by the player.
 
 use std::thread;
 

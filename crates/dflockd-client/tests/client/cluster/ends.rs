@@ -46,7 +46,9 @@ async fn a_guard_is_lost_if_the_members_are_not_back_in_time() {
         nodes.kill(at);
     }
     let valid_until = guard.valid_until();
-    assert_eq!(soon("the loss", guard.lost()).await, Lost::Unreachable);
+    let reason = soon("the loss", guard.lost()).await;
+    // Expired only if this machine stood still before they were killed.
+    assert!(matches!(reason, Lost::Unreachable | Lost::Expired), "{reason}");
     assert!(!guard.is_valid() && Instant::now() >= valid_until);
     nodes.start_all().await;
     let fence = guard.fence();

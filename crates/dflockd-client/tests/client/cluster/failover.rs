@@ -7,24 +7,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
 
-use dflockd_client::{Client, Guard, Instant};
+use dflockd_client::{Client, ClientBuilder, Guard, Instant};
 use parking_lot::Mutex;
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::harness::{Nodes, Stay, check_stays, crowded, eventually_more, held, millis, soon};
 
 const LOCKS: usize = 100;
-const KILLS: usize = 5;
 /// How often a leader is killed.
 const EVERY: Duration = Duration::from_secs(4);
-/// So short that no lock outlives the test without renewals in between.
-const LEASE: Duration = Duration::from_secs(8);
 /// Keys with a queue whose order is known, and how many wait in each.
 const LINES: usize = 3;
 const LINE_LENGTH: usize = 8;
 
-fn kills() -> usize {
-    std::env::var("DFLOCKD_SOAK_KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(KILLS)
+/// How many leaders are killed, if nobody wants more.
+fn kills(least: usize) -> usize {
+    std::env::var("DFLOCKD_SOAK_KILLS").ok().and_then(|it| it.parse().ok()).unwrap_or(least)
 }
 
 /// Adds to a counter as fast as answers come, and counts what it was told.
@@ -101,10 +99,22 @@ fn stand_in_line(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
-    let mut nodes = Nodes::start(&[]).await;
-    let connect = async |name: &str| nodes.builder().lease(LEASE).name(name).connect().await;
-    let client = connect("holder").await.unwrap();
-    let others = [connect("other-0").await.unwrap(), connect("other-1").await.unwrap()];
+    let nodes = Nodes::start(&[]).await;
+    let builder = nodes.builder();
+    kill_leaders(nodes, builder, kills(5)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leaders_are_killed_under_clients_by_grpc() {
+    let nodes = Nodes::start(&[]).await;
+    let builder = nodes.grpc_builder();
+    kill_leaders(nodes, builder, kills(2)).await;
+}
+
+async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
+    let connect = async |name: &str| builder.clone().name(name).connect().await.unwrap();
+    let client = connect("holder").await;
+    let others = [connect("other-0").await, connect("other-1").await];
     let mut mine: Vec<Guard> = Vec::new();
     for number in 0..LOCKS {
         mine.push(held(&client, &format!("mine-{number}")).await);
@@ -131,11 +141,11 @@ async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
         }
         lines.push((first, served));
     }
+    let valid_until: Vec<_> = mine.iter().map(Guard::valid_until).collect();
     let over = Arc::new(AtomicBool::new(false));
     let disputes = [&others[0], &client, &others[1]].map(|client| dispute(client, &over));
     let adding = Adding::start(&client);
     let fences: Vec<u64> = theirs.iter().map(Guard::fence).collect();
-    let kills = kills();
     let mut line_heads = Vec::new();
     let mut lines = lines.into_iter();
     let mut served = 0;
@@ -198,6 +208,7 @@ async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
     adding.finish(&others[1]).await;
     for (number, guard) in mine.into_iter().enumerate() {
         assert!(guard.is_valid(), "mine-{number}");
+        assert!(guard.valid_until() > valid_until[number], "mine-{number} was never renewed");
         soon("a renewal", guard.renew()).await.unwrap();
         let fence = guard.fence();
         guard.release().await.unwrap();

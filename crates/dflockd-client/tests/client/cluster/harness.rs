@@ -19,8 +19,8 @@ pub(super) const NAMES: [&str; 3] = ["node-a", "node-b", "node-c"];
 /// Nothing came yet; for the proxy.
 pub(super) const PATIENCE: [ErrorKind; 3] =
     [ErrorKind::WouldBlock, ErrorKind::TimedOut, ErrorKind::Interrupted];
-/// A lease that outlives an election on a busy machine.
-pub(super) const LEASE: Duration = Duration::from_secs(15);
+/// A lease that outlives elections, and a machine that stands still for a while.
+pub(super) const LEASE: Duration = Duration::from_secs(30);
 
 /// A member: what it was started with, and its process if it runs.
 struct Node {
@@ -172,13 +172,15 @@ impl Nodes {
     }
 
     pub(super) fn builder(&self) -> ClientBuilder {
-        Client::builder().cluster((0..self.nodes.len()).map(|at| self.address(at))).lease(LEASE)
+        let members = (0..self.nodes.len()).map(|at| self.address(at));
+        Client::builder().cluster(members).lease(LEASE).request_timeout(LIMIT)
     }
 
     /// The same by gRPC, where all members have to be named.
     pub(super) fn grpc_builder(&self) -> ClientBuilder {
         let members = self.nodes.iter().map(|node| node.grpc.to_string());
-        Client::builder().transport(Transport::Grpc).cluster(members).lease(LEASE)
+        let builder = Client::builder().transport(Transport::Grpc).cluster(members);
+        builder.lease(LEASE).request_timeout(LIMIT)
     }
 
     pub(super) async fn client(&self, name: &str) -> Client {

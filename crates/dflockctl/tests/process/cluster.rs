@@ -1,0 +1,271 @@
+//! Clusters, looked after with nothing but the command line.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::support::{Ctl, Dir, Ran, Running, Server, ctl, eventually, server_exe};
+
+/// A cluster that runs as long as this is there.
+struct Dev {
+    running: Running,
+    told: Value,
+}
+
+impl Dev {
+    fn start(dir: &Dir, flags: &[&str]) -> Self {
+        let (program, place) = (server_exe().to_str().unwrap(), dir.name("dev"));
+        let args = ["dev-cluster", "--json", "--dir", &place, "--dflockd", program, "--"];
+        let running = ctl(&[&args[..], &["--election-timeout-ms", "500"], flags].concat()).spawn();
+        running.wait_for_output("\n");
+        let told = serde_json::from_str(&running.output()).expect("it prints JSON");
+        Self { running, told }
+    }
+
+    fn address(&self, at: usize) -> String {
+        self.told["nodes"][at]["client_addr"].as_str().unwrap().to_owned()
+    }
+
+    fn ctl(&self, args: &[&str]) -> Ctl {
+        let servers: Vec<String> = (0..3).map(|at| self.address(at)).collect();
+        let token = self.told["admin_token_file"].as_str().unwrap();
+        let ctl = ctl(args).env("DFLOCKD_SERVERS", &servers.join(","));
+        ctl.env("DFLOCKD_ADMIN_TOKEN_FILE", token)
+    }
+
+    #[track_caller]
+    fn run(&self, args: &[&str]) -> Ran {
+        self.ctl(args).run().expect(0)
+    }
+
+    #[track_caller]
+    fn json(&self, args: &[&str]) -> Value {
+        let ran = self.run(&[args, &["--json"]].concat());
+        serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}"))
+    }
+
+    /// Ends it as Ctrl-C would.
+    fn end(self) {
+        self.running.signal("INT");
+        self.running.end().expect(0);
+    }
+}
+
+#[test]
+fn a_cluster_is_looked_after() {
+    let dir = Dir::new();
+    let dev = Dev::start(&dir, &[]);
+    let status = dev.json(&["cluster", "status"]);
+    assert_eq!(status["members"].as_array().map(Vec::len), Some(3), "{status}");
+    let text = dev.run(&["cluster", "status"]).out;
+    assert!(text.contains("n1") && text.contains("leader") && text.contains("follower"), "{text}");
+    let members = dev.json(&["cluster", "members"]);
+    assert!(
+        members.as_array().unwrap().iter().all(|member| member["role"] == "voter"),
+        "{members}"
+    );
+
+    dev.run(&["cluster", "policy", "max-locks=9", "auto-release=any"]);
+    let policy = dev.json(&["cluster", "policy"]);
+    assert!(policy["max-locks"] == 9 && policy["auto-release"] == "any", "{policy}");
+    dev.ctl(&["cluster", "policy", "max-locks=none"]).run().refused(1, "max-locks is a number");
+    dev.ctl(&["cluster", "policy", "max-locks"]).run().refused(64, "NAME=VALUE");
+
+    for to in ["n1", "n2"] {
+        assert_eq!(dev.json(&["cluster", "transfer", to])["leader"], to);
+    }
+    dev.run(&["drain", "n2"]);
+    let leader = dev.json(&["cluster", "status"])["leader_id"].clone();
+    assert_ne!(leader, "n2");
+    dev.run(&["drain", "n2", "--undo"]);
+    dev.run(&["cluster", "snapshot"]);
+    assert!(dev.json(&["cluster", "snapshot", "n3"])["index"].as_u64() > Some(1));
+    assert_eq!(dev.json(&["cluster", "finalize"])["cluster_version"], 1);
+    dev.ctl(&["cluster", "remove", "n9"]).run().refused(1, "no member");
+    dev.ctl(&["cluster", "remove", "n3"])
+        .env("DFLOCKD_ADMIN_TOKEN_FILE", "")
+        .run()
+        .refused(77, "admin token");
+    let wrong = dir.write("wrong", "not-the-token");
+    let denied =
+        dev.ctl(&["cluster", "remove", "n3"]).env("DFLOCKD_ADMIN_TOKEN_FILE", &wrong).run();
+    denied.refused(77, "refused the token");
+    dev.end();
+}
+
+/// Starts a node that waits to be added.
+fn joiner(dir: &Dir, dev: &Dev, node: &str, port: u16) -> Server {
+    let secret = Path::new(dev.told["dir"].as_str().unwrap()).join("raft-token");
+    let (data, peer) = (dir.name(node), format!("127.0.0.1:{port}"));
+    Server::start(&[
+        "--raft-dir",
+        &data,
+        "--node-id",
+        node,
+        "--raft-addr",
+        &peer,
+        "--raft-auth-token-file",
+        secret.to_str().unwrap(),
+    ])
+}
+
+/// A port that nobody listens on.
+fn free_port() -> u16 {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().port()
+}
+
+#[test]
+fn a_dead_node_is_replaced() {
+    let dir = Dir::new();
+    let dev = Dev::start(&dir, &[]);
+    dev.run(&["kv", "set", "key", "value"]);
+    let port = free_port();
+    let new = joiner(&dir, &dev, "n4", port);
+    let (peer, clients) = (format!("127.0.0.1:{port}"), new.address.to_string());
+    let added = dev.json(&["cluster", "add", "n4", &peer, &clients, "--promote"]);
+    assert_eq!(added["voter"], true);
+    dev.run(&["cluster", "remove", "n3", "--reason", "its disk is gone"]);
+    let members = dev.json(&["cluster", "members"]);
+    let names: Vec<_> =
+        members.as_array().unwrap().iter().map(|it| it["node_id"].clone()).collect();
+    assert_eq!(names, ["n1", "n2", "n4"]);
+    dev.ctl(&["cluster", "add", "n3", &peer, &clients]).run().refused(1, "never used again");
+    let value = ctl(&["kv", "get", "key"]).env("DFLOCKD_SERVERS", &clients).run().expect(0);
+    assert_eq!(value.out, "value\n");
+    // The one that was removed has ended by itself, and this does not end the others.
+    dev.running.wait_for_errors("n3 has ended");
+    dev.end();
+}
+
+#[test]
+fn a_doctor_finds_what_is_wrong() {
+    let dir = Dir::new();
+    let dev = Dev::start(&dir, &[]);
+    let findings = |dev: &Dev| -> (i32, Value) {
+        let ran = dev.ctl(&["doctor", "--json"]).run();
+        (
+            ran.code,
+            serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}")),
+        )
+    };
+    let checks = |report: &Value, check: &str| {
+        let findings = report["findings"].as_array().unwrap().iter();
+        findings.filter(|it| it["check"] == check && it["severity"] != "ok").count()
+    };
+    eventually("all is well, but for the machine", || {
+        let (_, report) = findings(&dev);
+        let sick = ["quorum", "leader", "ready", "peers", "clock", "versions", "drained"];
+        (sick.iter().map(|check| checks(&report, check)).sum::<usize>() == 0).then_some(())
+    });
+    dev.run(&["drain", "n1"]);
+    let (code, report) = findings(&dev);
+    assert!(code >= 1 && checks(&report, "drained") == 1, "{report}");
+    // A member that does not answer.
+    let pid = fs::read_dir("/proc").unwrap().filter_map(Result::ok).find(|entry| {
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let data = dir.name("dev/n2");
+        line.split(|byte| *byte == 0).any(|word| word == data.as_bytes())
+    });
+    let pid = pid.unwrap().file_name().into_string().unwrap();
+    super::support::signal(pid.parse().unwrap(), "KILL");
+    dev.running.wait_for_errors("n2 has ended");
+    let (code, report) = findings(&dev);
+    assert_eq!((code, checks(&report, "reach"), checks(&report, "quorum")), (2, 1, 1), "{report}");
+    let down = dev.ctl(&["cluster", "status"]).run();
+    assert!(down.code == 69 && down.out.contains("down"), "{down:?}");
+    let text = dev.ctl(&["doctor"]).run().out;
+    assert!(text.contains("dflockctl drain n1 --undo"), "{text}");
+    dev.end();
+}
+
+#[test]
+fn a_backup_is_restored() {
+    let dir = Dir::new();
+    let dev = Dev::start(&dir, &["--default-lease-ttl", "1", "--failover-grace", "0"]);
+    dev.run(&["kv", "set", "key", "value"]);
+    let file = dir.name("backup");
+    dev.run(&["backup", &file]);
+    let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&file).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600, "it holds secrets");
+    assert!(dev.json(&["backup", &file])["bytes"].as_u64() > Some(100));
+    dev.ctl(&["backup", "/nonexistent/file"]).run().refused(1, "can not write");
+    dev.end();
+    let (data, program) = (dir.name("restored"), server_exe().to_str().unwrap().to_owned());
+    let peer = format!("127.0.0.1:{}", free_port());
+    let args = ["restore", &file, "--raft-dir", &data, "--node-id", "r1", "--raft-addr", &peer];
+    let args = [&args[..], &["--dflockd", &program]].concat();
+    let said = ctl(&args).run().expect(0).out;
+    assert!(said.contains("new cluster") && said.contains("lost:"), "{said}");
+    let again = ctl(&args).run();
+    assert!(again.code == 1 && again.err.contains("not empty"), "{again:?}");
+    let secret = dir.write("secret", &"5".repeat(40));
+    let node = ["--raft-dir", &data, "--node-id", "r1", "--raft-addr", &peer];
+    let server = Server::start(&[&node[..], &["--raft-auth-token-file", &secret]].concat());
+    eventually("it serves", || {
+        let ran = server.ctl(&["kv", "get", "key"]).run();
+        (ran.code == 0 && ran.out == "value\n").then_some(())
+    });
+    let force = ["cluster", "force-new", "--yes", "--raft-dir", &data, "--dflockd", &program];
+    let refused = ctl(&force).run();
+    assert!(refused.code == 1 && refused.err.contains("in use"), "{refused:?}");
+    server.kill();
+    let said = ctl(&force).run().expect(0).out;
+    assert!(said.contains("the only one of a new cluster"), "{said}");
+}
+
+#[test]
+fn a_new_cluster_is_prepared() {
+    let dir = Dir::new();
+    let out = dir.name("out");
+    let ports: Vec<u16> = (0..6).map(|_| free_port()).collect();
+    let node =
+        |at: usize| format!("m{at}=127.0.0.1:{}@127.0.0.1:{}", ports[2 * at], ports[2 * at + 1]);
+    let (nodes, config) = ([node(0), node(1), node(2)], format!("{out}/{{node}}"));
+    let data = dir.name("data-{node}");
+    let mut args = vec!["cluster", "init", "--dir", &out, "--config-dir", &config];
+    args.extend(["--data-dir", &data, "--http-port", "0"]);
+    args.extend(nodes.iter().map(String::as_str));
+    let said = ctl(&args).run().expect(0).out;
+    assert!(said.contains("cluster status"), "{said}");
+    ctl(&args).run().refused(1, "File exists");
+    ctl(&["cluster", "init", "--dir", &out, "m1"]).run().refused(64, "ID=HOST");
+    let secret = dir.read("out/m0/raft-token");
+    assert!(secret.trim().len() == 64 && secret == dir.read("out/m2/raft-token"));
+
+    let mut servers = Vec::new();
+    for at in 0..3 {
+        let mut command = std::process::Command::new(server_exe());
+        for line in dir.read(&format!("out/m{at}/dflockd.env")).lines() {
+            let (name, value) = line.split_once('=').unwrap();
+            command.env(name, value);
+        }
+        servers.push(Running::of(command));
+    }
+    let address = format!("127.0.0.1:{}", ports[1]);
+    let status = || {
+        let token = dir.name("out/m0/auth-token");
+        let ctl = ctl(&["cluster", "status", "--json"]).env("DFLOCKD_SERVERS", &address);
+        let ran = ctl.env("DFLOCKD_AUTH_TOKEN_FILE", &token).run();
+        serde_json::from_str::<Value>(&ran.out).ok().filter(|_| ran.code == 0)
+    };
+    let members = eventually("they serve", || {
+        let status = status()?;
+        let ready = |member: &Value| member["status"]["ready"] == true;
+        status["members"].as_array()?.iter().all(ready).then(|| status["members"].clone())
+    });
+    assert_eq!(members.as_array().map(Vec::len), Some(3), "{members}");
+}
+
+#[test]
+fn a_server_in_memory_is_no_cluster() {
+    let server = Server::start(&["--admin-token", "token"]);
+    server.ctl(&["cluster", "status"]).run().refused(1, "in memory");
+    server.ctl(&["doctor"]).run().refused(1, "in memory");
+    let backup =
+        server.ctl(&["backup", "/nonexistent/file"]).env("DFLOCKD_ADMIN_TOKEN", "token").run();
+    backup.refused(1, "in memory");
+    let nobody = ctl(&["cluster", "status", "--servers", "127.0.0.1:1"]).run();
+    nobody.refused(69, "127.0.0.1:1");
+}
