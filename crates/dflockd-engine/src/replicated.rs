@@ -405,7 +405,10 @@ impl Replicated {
     }
 
     pub(crate) fn hand_copy(&self, id: u64, copy: StateCopy) {
-        self.copies.lock().insert(id, copy);
+        // Who asked may have given up, and nobody would take it then.
+        if self.admins.lock().get(&id).is_some_and(|sender| !sender.is_closed()) {
+            self.copies.lock().insert(id, copy);
+        }
     }
 
     /// Bytes that are free and that there are on the disk of the data directory.
