@@ -100,6 +100,8 @@ fn bytes(bytes: &[u8]) -> Bytes {
 pub(super) enum Failure {
     /// The server said no.
     Refused(Reason),
+    /// Only the leader does it; its address if it is known.
+    NotLeader(Option<String>),
     /// Nobody answered.
     Broken,
 }
@@ -120,6 +122,9 @@ impl From<Status> for Failure {
         let details = RpcStatus::decode(status.details()).ok();
         let detail = details.and_then(|status| status.details.into_iter().next());
         match detail.and_then(|detail| ErrorInfo::decode(detail.value).ok()) {
+            Some(info) if info.reason() == Reason::NotLeader => {
+                Self::NotLeader(Some(info.leader_grpc).filter(|leader| !leader.is_empty()))
+            }
             Some(info) => Self::Refused(info.reason()),
             // Said by what lies between: the connection can not go on, or this request is none it takes.
             None => match status.code() {
@@ -162,7 +167,6 @@ fn code(reason: Reason) -> Option<ErrorCode> {
         Reason::MaxKeys => ErrorCode::MaxKeys,
         Reason::ListFull => ErrorCode::ListFull,
         Reason::UnknownOutcome => ErrorCode::Unknown,
-        // The leader is named by its address for lines, which is of no use here.
         Reason::NotLeader => ErrorCode::NotLeader,
         // Nothing was done, and another member may do it.
         Reason::Draining | Reason::Unavailable => ErrorCode::Draining,
@@ -339,6 +343,9 @@ impl Conversation {
             Err(Failure::Broken) => {
                 let _ = self.said.send(Said::Broken);
                 return;
+            }
+            Err(Failure::NotLeader(leader)) => {
+                return self.say(number, &Response::NotLeader(leader.as_deref()));
             }
             Err(Failure::Refused(reason)) => {
                 let refused = match code(reason) {

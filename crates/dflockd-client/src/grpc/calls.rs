@@ -67,11 +67,11 @@ pub(super) async fn call(
     let end = match failure {
         None => None,
         Some(Failure::Broken) => Some(Said::Broken),
+        Some(Failure::NotLeader(leader)) => {
+            print(&Response::NotLeader(leader.as_deref()));
+            None
+        }
         Some(Failure::Refused(reason)) => match code(reason) {
-            Some(ErrorCode::NotLeader) => {
-                print(&Response::NotLeader(None));
-                None
-            }
             Some(code) => {
                 print(&Response::Error(code));
                 None
@@ -305,7 +305,7 @@ async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer
         }
         // Any answer is one.
         Request::Ping => match members(api).await {
-            Ok(_) | Err(Failure::Refused(_)) => Ok(Answer::Done(true)),
+            Ok(_) | Err(Failure::Refused(_) | Failure::NotLeader(_)) => Ok(Answer::Done(true)),
             Err(Failure::Broken) => Err(Failure::Broken),
         },
         Request::Stats => match members(api).await {
@@ -342,8 +342,8 @@ async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer
     }
 }
 
-/// The part `cluster` of `stats`, all there is of it here. Members have no address but for lines, which is of no use:
-/// clients go to those they were given.
+/// The part `cluster` of `stats`, all there is of it here. The addresses are those for gRPC; a member that has none
+/// is not dialed.
 async fn members(api: &Api) -> Result<Value, Failure> {
     let mut cluster = ClusterClient::new(api.channel.clone());
     let told = cluster.members(api.request(MembersRequest {})).await?.into_inner().members;
@@ -359,7 +359,13 @@ async fn members(api: &Api) -> Result<Value, Failure> {
         .collect();
     let members: Vec<_> = told
         .iter()
-        .map(|member| json!({ "node_id": member.node, "peer_addr": member.peer_addr }))
+        .map(|member| {
+            json!({
+                "node_id": member.node,
+                "peer_addr": member.peer_addr,
+                "client_addr": member.grpc_addr,
+            })
+        })
         .collect();
     Ok(json!({
         "node_id": name(told.iter().find(|member| member.self_)),
@@ -378,7 +384,9 @@ async fn inspect(api: &Api, key: &[u8]) -> Result<Answer, Failure> {
         Err(status) => {
             return match Failure::from(status) {
                 Failure::Refused(Reason::NotFound) => Ok(Answer::Value(None)),
-                failure @ (Failure::Refused(_) | Failure::Broken) => Err(failure),
+                failure @ (Failure::Refused(_) | Failure::NotLeader(_) | Failure::Broken) => {
+                    Err(failure)
+                }
             };
         }
     };

@@ -1,6 +1,6 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
-//! Whoever turns to the [`Replica`] has its [`Seat`]: lets it take all that has come and decide, and hands out what is
+//! Whoever turns to the [`Replica`] has its `Seat`: lets it take all that has come and decide, and hands out what is
 //! to be done. `replica` is the thread that does so when time passes or something takes long. `log` writes and syncs
 //! all that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a thread of
 //! its own while it is made. Peers are served by the runtime's threads.

@@ -176,10 +176,10 @@ impl Nodes {
         Client::builder().cluster(members).lease(LEASE).request_timeout(LIMIT)
     }
 
-    /// The same by gRPC, where all members have to be named.
+    /// The same by gRPC, with a single seed.
     pub(super) fn grpc_builder(&self) -> ClientBuilder {
-        let members = self.nodes.iter().map(|node| node.grpc.to_string());
-        let builder = Client::builder().transport(Transport::Grpc).cluster(members);
+        let seed = self.nodes[0].grpc.to_string();
+        let builder = Client::builder().transport(Transport::Grpc).cluster([seed]);
         builder.lease(LEASE).request_timeout(LIMIT)
     }
 

@@ -251,8 +251,20 @@ async fn a_rolling_restart_loses_no_guard() {
 /// Where members do not pass requests on, clients go to the leader, and follow it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_follows_the_leader() {
-    let mut nodes = Nodes::start(&["--follower-mode", "redirect"]).await;
+    let nodes = Nodes::start(&["--follower-mode", "redirect"]).await;
     let pair = Pair::new(&nodes, "k").await;
+    follow_the_leader(nodes, pair).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_by_grpc_follows_the_leader() {
+    let nodes = Nodes::start(&["--follower-mode", "redirect"]).await;
+    let connect = async || nodes.grpc_builder().connect().await.unwrap();
+    let pair = Pair::of(connect().await, connect().await, "k").await;
+    follow_the_leader(nodes, pair).await;
+}
+
+async fn follow_the_leader(mut nodes: Nodes, pair: Pair) {
     let mut signals = pair.holder.listen("news.*", None).await.unwrap();
     for _ in 0..2 {
         let leader = nodes.leader().await;
