@@ -885,6 +885,13 @@ impl Replicated {
         }
     }
 
+    /// There is no cluster to change.
+    pub(crate) fn refuse_admin(&self, id: u64) {
+        if let Some(sender) = self.admins.lock().remove(&id) {
+            let _ = sender.send(Err("this node is no member of a cluster yet".into()));
+        }
+    }
+
     /// There is no state to look at.
     pub(crate) fn refuse_job(&self, id: u64) {
         if let Some(job) = self.jobs.lock().remove(&id) {

@@ -353,6 +353,8 @@ impl Seats {
             for input in inputs.others {
                 if let Input::Job { id, .. } = input {
                     self.front.refuse_job(id);
+                } else if let Input::Admin { id, .. } = input {
+                    self.front.refuse_admin(id);
                 } else if let Input::Frame { from, bytes, .. } = input
                     && let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone())
                     && first.is_none()

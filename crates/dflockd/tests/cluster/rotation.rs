@@ -60,6 +60,10 @@ impl Rotation {
             eventually("it has read its files", || {
                 (reloads(self.cluster.nodes[at].output()) > before).then_some(())
             });
+            // Half done is no reason for any of them to stand aside.
+            for other in 0..self.cluster.nodes.len() {
+                self.cluster.connect(other).check("kset", "half", "done", "ok");
+            }
             load.wait_for_more(20);
         }
     }

@@ -223,7 +223,11 @@ fn members_of_a_cluster_have_all_their_metrics() {
     let mut primaries = 0.0;
     for place in &members.places {
         let page = scrape_until(place, "all is applied and confirmed", |page| {
+            let lags = page.labels("dflockd_raft_follower_lag_entries", "node").len();
+            // The leader looks at its followers now and then.
+            let is_led = page.get("dflockd_raft_is_leader", &[]) == 1.0;
             page.get("dflockd_releases_total", &mutex) == 10.0
+                && lags == if is_led { 2 } else { 0 }
                 && page.sum("dflockd_raft_follower_lag_entries") == 0.0
                 && page.get("dflockd_raft_peers_connected", &[]) == 2.0
         });
