@@ -80,6 +80,11 @@ impl Refused {
         Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again().perhaps()
     }
 
+    /// The client said that it waits no longer.
+    pub(crate) fn too_late() -> Self {
+        Self::new(Code::DeadlineExceeded, Reason::Unspecified, "the deadline has passed").perhaps()
+    }
+
     /// Somebody else must be asked, at these addresses if they are known.
     pub(crate) fn not_leader(line: Option<&str>, grpc: Option<&str>) -> Self {
         let text = "this member does not do it";

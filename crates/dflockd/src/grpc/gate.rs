@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::http::{Request, Response as HttpResponse};
+use axum::http::{HeaderMap, Request, Response as HttpResponse};
 use bytes::Bytes;
 use dflockd_engine::Door;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use parking_lot::Mutex;
-use tokio::time::Sleep;
+use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::service::Routes;
 use tonic::{Response, Status};
@@ -78,7 +78,10 @@ impl Service<Request<Body>> for Gated {
 
     fn call(&mut self, request: Request<Body>) -> Passing {
         match self.app.admit(&request) {
-            Ok(()) => Passing::Route(self.routes.call(request)),
+            Ok(()) => {
+                let deadline = patience(request.headers()).map(|left| Instant::now() + left);
+                Passing::Route(self.routes.call(request), deadline)
+            }
             Err(Turned::Away(refused)) => Passing::Refused(Some(refused)),
             Err(Turned::AwayLater(refused)) => {
                 let pause = Box::pin(tokio::time::sleep(WRONG_TOKEN_PAUSE));
@@ -86,6 +89,24 @@ impl Service<Request<Body>> for Gated {
             }
         }
     }
+}
+
+/// How long the client is going to wait, if it said so: at most eight digits and a unit.
+fn patience(headers: &HeaderMap) -> Option<Duration> {
+    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    let (count, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let is_number = matches!(count.len(), 1..=8) && count.bytes().all(|byte| byte.is_ascii_digit());
+    let count: u32 = count.parse().ok().filter(|_| is_number)?;
+    let unit = match unit {
+        "H" => Duration::from_secs(3600),
+        "M" => Duration::from_secs(60),
+        "S" => Duration::from_secs(1),
+        "m" => Duration::from_millis(1),
+        "u" => Duration::from_micros(1),
+        "n" => Duration::from_nanos(1),
+        _ => return None,
+    };
+    Some(unit * count)
 }
 
 enum Turned {
@@ -129,7 +150,8 @@ impl App {
 /// A call on its way to its answer.
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
 pub(super) enum Passing {
-    Route(<Routes as Service<Request<Body>>>::Future),
+    /// In its service, which the client waits for until then.
+    Route(<Routes as Service<Request<Body>>>::Future, Option<Instant>),
     Pause(Pin<Box<Sleep>>, Option<Refused>),
     Refused(Option<Refused>),
 }
@@ -139,12 +161,18 @@ impl Future for Passing {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let refused = match &mut *self {
-            Self::Route(route) => {
-                return Pin::new(route).poll(cx).map_ok(|mut response| {
+            Self::Route(route, deadline) => {
+                let answered = Pin::new(route).poll(cx).map_ok(|mut response| {
                     let gift = response.extensions_mut().remove::<Gift>();
                     let answer = gift.and_then(|gift| gift.0.lock().take());
                     response.map(|body| GivingBody { body, answer })
                 });
+                // The server around this has the same deadline and wakes for it, but would call it CANCELLED.
+                if answered.is_ready() || deadline.is_none_or(|deadline| Instant::now() < deadline)
+                {
+                    return answered;
+                }
+                Some(Refused::too_late())
             }
             Self::Pause(pause, refused) => {
                 std::task::ready!(pause.as_mut().poll(cx));
@@ -188,5 +216,30 @@ impl HttpBody for GivingBody {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_read_as_grpc_writes_it() {
+        let read = |text: &'static str| {
+            patience(&HeaderMap::from_iter([(
+                "grpc-timeout".parse().unwrap(),
+                text.parse().unwrap(),
+            )]))
+        };
+        assert_eq!(read("200m"), Some(Duration::from_millis(200)));
+        assert_eq!(read("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+        assert_eq!(read("3M"), Some(Duration::from_secs(180)));
+        assert_eq!(read("1S"), Some(Duration::from_secs(1)));
+        assert_eq!(read("7u"), Some(Duration::from_micros(7)));
+        assert_eq!(read("0n"), Some(Duration::ZERO));
+        for wrong in ["", "m", "200", "+20m", "-1S", "123456789S", "1s", "1.5S", "1 S"] {
+            assert_eq!(read(wrong), None, "{wrong:?}");
+        }
+        assert_eq!(patience(&HeaderMap::new()), None);
     }
 }
