@@ -5,16 +5,15 @@
 //!
 //! The replica has no thread that everything must pass through: whoever has something for it may turn to it, one at a
 //! time, and who finds it busy leaves, because the one who is at it looks again. Under load that is the *tender*, a
-//! thread that serves connections, or the log's thread: the tender reads what many clients sent, and writes the answers
-//! of what was committed meanwhile; the replica is turned to once for all of it. To wake a thread for each of these
-//! steps costs more than the steps. The thread `replica` (`replica/driver.rs`) does what takes long and looks at the
-//! time.
+//! thread that serves connections: it reads what many clients sent, turns to the replica once for all of it, writes the
+//! log, and then the answers. To wake a thread for each of these steps costs more than the steps. The thread `replica`
+//! (`replica/driver.rs`) does what takes long and looks at the time.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -28,7 +27,8 @@ use crate::clock::Clock;
 use crate::gauges::Gauges;
 use crate::memory::Submitted;
 use crate::replica::admin::{AdminRequest, AdminResult};
-use crate::replica::driver::{self, Bomb, ClusterOptions, Fatal, Seat};
+use crate::replica::driver::{self, Bomb, ClusterOptions, Desk, Fatal, Seat, Written, log_failed};
+use crate::replica::log::Room;
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
 use crate::replica::types::{Action, Bits128, Doors, Item, Member, Policy, RaftId, Run};
@@ -53,17 +53,15 @@ pub struct Replicated {
     /// The replica, while it takes part.
     seat: Mutex<Option<Box<Seat>>>,
     has_begun: AtomicBool,
+    /// Its log, likewise.
+    desk: OnceLock<Weak<Desk>>,
+    leads_others: AtomicBool,
     stopped: AtomicBool,
     /// When the replica wants to look at the time, and when its thread will.
     due: AtomicU64,
     armed: AtomicU64,
     /// About how many items are taken at a time.
     taken: AtomicUsize,
-    /// The log is at it.
-    writing: AtomicBool,
-    /// Connections that the tender should serve, because whoever turned to the replica has other things to do.
-    errands: Mutex<Pokes>,
-    has_errands: AtomicBool,
     tender: OnceLock<Tender>,
     run: AtomicU32,
     /// Where else this node can be reached.
@@ -106,13 +104,6 @@ impl Tender {
             (self.wake)();
         }
     }
-}
-
-/// Whether who turns to the replica leaves the serving of connections to the tender.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Haste {
-    No,
-    Yes,
 }
 
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
@@ -241,13 +232,12 @@ impl Replicated {
             came: Condvar::new(),
             seat: Mutex::default(),
             has_begun: AtomicBool::new(false),
+            desk: OnceLock::new(),
+            leads_others: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             due: AtomicU64::new(0),
             armed: AtomicU64::new(0),
             taken: AtomicUsize::new(0),
-            writing: AtomicBool::new(false),
-            errands: Mutex::default(),
-            has_errands: AtomicBool::new(false),
             tender: OnceLock::new(),
             run: AtomicU32::new(0),
             doors: Mutex::default(),
@@ -443,6 +433,7 @@ impl Replicated {
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::SeqCst);
         self.call();
+        self.desk().inspect(|desk| desk.call());
         if let Some(transport) = self.transport.lock().take() {
             transport.stop();
         }
@@ -650,18 +641,12 @@ impl Replicated {
         }
     }
 
-    /// What the tender does before it sleeps: turns to the replica if there is something for it, and serves the
-    /// connections that others left to it. False: there is something again, and it may not sleep.
+    /// What the tender does before it sleeps: turns to the replica if there is something for it. False: there is
+    /// something again, and it may not sleep.
     pub fn tend(&self) -> bool {
         let Some(tender) = self.tender.get() else { return true };
-        if self.has_errands.swap(false, Ordering::SeqCst) {
-            let mut errands = std::mem::take(&mut *self.errands.lock());
-            errands.run();
-            // Who was answered may have asked again: that is read before the replica gets more to do.
-            return false;
-        }
-        if self.stirred.load(Ordering::SeqCst) && !self.can_wait() {
-            self.turn(Haste::No);
+        if self.wants_tender() {
+            self.turn(true);
         }
         tender.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -674,26 +659,22 @@ impl Replicated {
 
     /// Whether there is something for the tender to do.
     pub fn wants_tender(&self) -> bool {
-        // Who is at the replica looks again when it is done, and calls.
-        self.has_errands.load(Ordering::SeqCst)
-            || self.stirred.load(Ordering::SeqCst) && !self.seat.is_locked() && !self.can_wait()
+        // Who is at the replica or the log looks again when it is done, and calls. What takes long is for the
+        // replica's thread.
+        let replica = || {
+            self.stirred.load(Ordering::SeqCst)
+                && !self.seat.is_locked()
+                && !self.inputs.lock().heavy
+        };
+        replica() || self.wants_writer()
     }
 
-    /// Under load, requests that come while the log is being written go into the next write together, and the log's
-    /// thread will see to that. What takes long is for the replica's thread.
-    fn can_wait(&self) -> bool {
-        let inputs = self.inputs.lock();
-        inputs.heavy
-            || inputs.others.is_empty() && !self.is_light() && self.writing.load(Ordering::SeqCst)
+    fn wants_writer(&self) -> bool {
+        self.desk().is_some_and(|desk| desk.wants_writer(&self.clock))
     }
 
     fn is_light(&self) -> bool {
         self.taken.load(Ordering::Relaxed) <= LIGHT
-    }
-
-    /// The log has something to write.
-    pub(crate) fn set_writing(&self) {
-        self.writing.store(true, Ordering::SeqCst);
     }
 
     /// The tender is awake again.
@@ -704,19 +685,63 @@ impl Replicated {
     }
 
     /// Lets the replica take what has come, and does what follows from it. Who finds somebody else at it leaves.
-    fn turn(&self, haste: Haste) {
+    fn turn(&self, waits: bool) {
+        self.try_pass();
+        if waits && self.write() {
+            self.try_pass();
+        }
+        // What came meanwhile is for the tender, who looks at its connections before.
+        if self.wants_tender() {
+            self.stir();
+        }
+    }
+
+    fn try_pass(&self) {
         let Some(seat) = self.seat.try_lock() else { return };
         if self.inputs.lock().heavy {
             drop(seat);
             return self.call();
         }
-        self.pass(seat, haste);
-        if self.stirred.load(Ordering::SeqCst) {
-            self.stir();
-        }
+        self.pass(seat);
     }
 
-    fn pass(&self, mut seat: MutexGuard<'_, Option<Box<Seat>>>, haste: Haste) {
+    /// Writes what there is for the log, unless that is for somebody else. True: something was written.
+    fn write(&self) -> bool {
+        let Some(desk) = self.desk() else { return false };
+        let bomb = Bomb::new(self);
+        let written = desk.write(self);
+        bomb.defuse();
+        match written {
+            Ok(None) => return false,
+            Ok(Some(written)) => self.note(written),
+            Err(error) => self.fail(log_failed(&error)),
+        }
+        true
+    }
+
+    /// The replica is to know what was written.
+    fn note(&self, Written { number, room }: Written) {
+        let room = room.map(|room| Input::Room { low: room == Room::Low });
+        let news = number.map(Input::Written).into_iter().chain(room);
+        self.inputs.lock().others.extend(news);
+        self.stirred.store(true, Ordering::SeqCst);
+    }
+
+    /// The log's thread has written something.
+    pub(crate) fn written(&self, written: Written) {
+        self.note(written);
+        self.stir();
+    }
+
+    pub(crate) fn set_desk(&self, desk: &Arc<Desk>) {
+        let _ = self.desk.set(Arc::downgrade(desk));
+    }
+
+    fn desk(&self) -> Option<Arc<Desk>> {
+        self.desk.get()?.upgrade()
+    }
+
+    fn pass(&self, mut seat: MutexGuard<'_, Option<Box<Seat>>>) {
         if self.is_over() {
             return;
         }
@@ -735,16 +760,7 @@ impl Replicated {
             Ok(due) => self.set_due(due),
             Err(why) => self.fail(why),
         }
-        match self.tender.get() {
-            Some(tender) if haste == Haste::Yes => {
-                if !pokes.is_empty() {
-                    self.errands.lock().append(&mut pokes);
-                    self.has_errands.store(true, Ordering::SeqCst);
-                    tender.call();
-                }
-            }
-            _ => pokes.run(),
-        }
+        pokes.run();
         TENDS.set(tends);
     }
 
@@ -775,7 +791,7 @@ impl Replicated {
         self.came.notify_all();
     }
 
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.stopped.load(Ordering::SeqCst) || self.fatal.get().is_some()
     }
 
@@ -801,15 +817,8 @@ impl Replicated {
         }
         self.inputs.lock().others.push(input);
         self.stirred.store(true, Ordering::SeqCst);
-        self.turn(Haste::No);
-    }
-
-    /// The log has written everything up to this number and has nothing more to write.
-    pub(crate) fn written(&self, number: u64) {
-        self.writing.store(false, Ordering::SeqCst);
-        self.inputs.lock().others.push(Input::Written(number));
-        self.stirred.store(true, Ordering::SeqCst);
-        self.turn(if self.is_light() { Haste::No } else { Haste::Yes });
+        // Who leads needs what the others say about an entry while its own disk is still at it.
+        self.turn(!self.leads_others.load(Ordering::Relaxed));
     }
 
     // ---- For the replica's thread ----
@@ -831,15 +840,19 @@ impl Replicated {
         *self.seat.lock() = Some(seat);
         self.has_begun.store(true, Ordering::SeqCst);
         while !self.is_over() {
-            self.pass(self.seat.lock(), Haste::No);
-            if self.stirred.load(Ordering::SeqCst) {
+            self.pass(self.seat.lock());
+            if self.write() {
+                self.pass(self.seat.lock());
+            }
+            if self.wants_tender() {
                 self.stir();
             }
             let mut inputs = self.inputs.lock();
             loop {
                 let due = self.due.load(Ordering::SeqCst);
                 self.armed.store(due, Ordering::SeqCst);
-                let wanted = inputs.heavy || self.tender.get().is_none() && !inputs.is_empty();
+                let wants = || !inputs.is_empty() || self.wants_writer();
+                let wanted = inputs.heavy || self.tender.get().is_none() && wants();
                 let wait = self.clock.until(Timestamp(due));
                 if wanted || wait.is_zero() || self.is_over() {
                     break;
@@ -921,7 +934,9 @@ impl Replicated {
     }
 
     pub(crate) fn set_status(&self, status: Status) {
-        self.view.lock().status = Some(status);
+        let mut view = self.view.lock();
+        view.status = Some(status);
+        self.leads_others.store(view.is_leader() && view.voters.len() > 1, Ordering::Relaxed);
     }
 
     pub(crate) fn set_members(&self, replica: &Replica) {

@@ -81,15 +81,6 @@ impl Pokes {
         Self { sinks: Vec::new(), urgent: false }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.sinks.is_empty()
-    }
-
-    pub(crate) fn append(&mut self, other: &mut Self) {
-        self.sinks.append(&mut other.sinks);
-        self.urgent |= std::mem::take(&mut other.urgent);
-    }
-
     /// Some sink is nearly full.
     #[must_use]
     pub fn is_urgent(&self) -> bool {

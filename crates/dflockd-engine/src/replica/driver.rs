@@ -1,19 +1,21 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
-//! Whoever turns to the [`Replica`] has its `Seat`: lets it take all that has come and decide, and hands out what is
-//! to be done. `replica` is the thread that does so when time passes or something takes long. `log` writes and syncs
-//! all that is queued at once, so one slow disk stops neither the clock nor the network. A snapshot has a thread of
-//! its own while it is made. Peers are served by the runtime's threads.
+//! Whoever turns to the [`Replica`] has its `Seat`: lets it take all that has come and decide, and hands out what
+//! follows. Then it turns to the `Desk` and writes and syncs all that is there for the log, while others may turn to the
+//! replica: a slow disk stops neither the clock nor the network. `replica` is the thread that does this when time
+//! passes or something takes long; `log` is for a disk that turns out to be slow. A snapshot has a thread of its own
+//! while it is made. Peers are served by the runtime's threads.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
-use dflockd_core::Timestamp;
+use dflockd_core::{Span, Timestamp};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
@@ -24,7 +26,7 @@ use super::machine::Machine;
 use super::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
 use super::types::{Bits128, Member, Policy, RaftId, Run, Start};
 use super::{LogWrite, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note};
-use crate::clock::unix_nanos;
+use crate::clock::{Clock, unix_nanos};
 use crate::replicated::{Input, Inputs, Replicated};
 use crate::router::Pokes;
 
@@ -32,6 +34,13 @@ use crate::router::Pokes;
 const VERSION: u32 = 1;
 /// Bytes of log after which a snapshot is made.
 const SNAPSHOT_BYTES: u64 = 64 << 20;
+/// Who needs the disk waits for it: to wake another thread for it and be woken again costs about as much as the disk.
+/// But if that took so long,
+const SLOW_DISK: Span = Span::from_millis(50);
+/// then for so long the log's thread does the waiting.
+const SLOW_DISK_PAUSE: Span = Span::from_secs(1);
+/// How often the log's thread looks whether a full disk has room again.
+const ROOM_LOOK: Duration = Duration::from_secs(1);
 
 /// How a node comes to a cluster if its data directory is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,21 +144,24 @@ pub(crate) async fn start(
 
     let gate = Arc::new(Gate {
         front: Arc::downgrade(front),
-        who: parking_lot::Mutex::new(who),
+        who: Mutex::new(who),
         witness: options.witness,
     });
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
+    let desk = Arc::new(Desk::new(log));
+    front.set_desk(&desk);
     let seats = Seats {
         front: Arc::clone(front),
         gate,
         transport: Arc::clone(&transport),
+        desk,
         disk,
         start,
         options,
     };
-    spawn("replica", move || seats.run(log, recovered))?;
+    spawn("replica", move || seats.run(recovered))?;
     Ok(transport)
 }
 
@@ -204,7 +216,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), String> 
 /// The transport's way in.
 struct Gate {
     front: std::sync::Weak<Replicated>,
-    who: parking_lot::Mutex<Who>,
+    who: Mutex<Who>,
     witness: bool,
 }
 
@@ -263,7 +275,6 @@ pub(crate) struct Seat {
     seats: Seats,
     replica: Replica,
     outputs: Outputs,
-    jobs: mpsc::Sender<LogJob>,
     /// What it takes now; empty in between.
     pub(crate) inputs: Inputs,
 }
@@ -275,13 +286,13 @@ impl Seat {
         front: &Replicated,
         pokes: &mut Pokes,
     ) -> Result<Timestamp, String> {
-        let Self { seats, replica, outputs, jobs, inputs } = self;
+        let Self { seats, replica, outputs, inputs } = self;
         let began = front.clock().now();
         replica.handle_time(began);
         front.feed(inputs, replica, outputs);
         replica.poll(outputs);
         front.gauges().turned(replica, began, front.clock().now());
-        seats.hand_out(replica, outputs, jobs, pokes)?;
+        seats.hand_out(replica, outputs, pokes)?;
         Ok(replica.next_deadline())
     }
 }
@@ -291,6 +302,7 @@ struct Seats {
     front: Arc<Replicated>,
     gate: Arc<Gate>,
     transport: Arc<Transport>,
+    desk: Arc<Desk>,
     disk: RealDisk,
     start: u32,
     options: ClusterOptions,
@@ -299,7 +311,7 @@ struct Seats {
 /// A replica, and the frame that told it who it is, if one had to.
 type Begun = (Replica, Option<(RaftId, Bytes)>);
 
-/// What the log's thread is told.
+/// What there is to do for the log.
 enum LogJob {
     Write(LogWrite),
     SnapshotStored(SnapshotMetadata),
@@ -307,43 +319,199 @@ enum LogJob {
     Note(Vec<u8>, Vec<u8>),
 }
 
+impl LogJob {
+    /// Whether it may take long.
+    fn is_heavy(&self) -> bool {
+        match self {
+            Self::Write(write) => write.snapshot.is_some(),
+            Self::SnapshotStored(_) | Self::CutBefore(_) => true,
+            Self::Note(..) => false,
+        }
+    }
+}
+
+/// Where the log is written, by one at a time: who finds it busy leaves, because the one who is at it looks again.
+pub(crate) struct Desk {
+    jobs: Mutex<Vec<LogJob>>,
+    kept: Mutex<Kept>,
+    /// For the log's thread.
+    came: Condvar,
+    /// Until then the disk is slow.
+    slow_until: AtomicU64,
+}
+
+struct Kept {
+    log: Log,
+    /// As it was last told.
+    room: Room,
+}
+
+/// What came of it.
+#[derive(Default)]
+pub(crate) struct Written {
+    /// Everything up to this number.
+    pub(crate) number: Option<u64>,
+    /// If it has changed.
+    pub(crate) room: Option<Room>,
+}
+
+impl Desk {
+    fn new(log: Log) -> Self {
+        Self {
+            jobs: Mutex::default(),
+            kept: Mutex::new(Kept { log, room: Room::Plenty }),
+            came: Condvar::new(),
+            slow_until: AtomicU64::new(0),
+        }
+    }
+
+    /// To be followed by [`write`](Self::write).
+    fn put(&self, jobs: impl IntoIterator<Item = LogJob>) {
+        self.jobs.lock().extend(jobs);
+    }
+
+    /// Does all that is there, if there is something and this is for who asks and not for somebody else. To be asked
+    /// again after something was done.
+    pub(crate) fn write(&self, front: &Replicated) -> io::Result<Option<Written>> {
+        {
+            let jobs = self.jobs.lock();
+            if jobs.is_empty() {
+                return Ok(None);
+            }
+            if !self.is_light(&jobs, front.clock()) {
+                self.came.notify_one();
+                return Ok(None);
+            }
+        }
+        let Some(kept) = self.kept.try_lock() else { return Ok(None) };
+        self.work(kept, front).map(Some)
+    }
+
+    /// Whether somebody should [`write`](Self::write).
+    pub(crate) fn wants_writer(&self, clock: &Clock) -> bool {
+        let jobs = self.jobs.lock();
+        !jobs.is_empty() && !self.kept.is_locked() && self.is_light(&jobs, clock)
+    }
+
+    /// Whether jobs are for anybody and not for the log's thread.
+    fn is_light(&self, jobs: &[LogJob], clock: &Clock) -> bool {
+        let is_slow = clock.now().0 < self.slow_until.load(Ordering::Relaxed);
+        !is_slow && !jobs.iter().any(LogJob::is_heavy)
+    }
+
+    fn work(&self, mut kept: MutexGuard<'_, Kept>, front: &Replicated) -> io::Result<Written> {
+        let (mut number, mut sync) = (None, false);
+        for job in std::mem::take(&mut *self.jobs.lock()) {
+            match job {
+                LogJob::Write(write) => {
+                    number = Some(write.number);
+                    sync |= write.sync;
+                    kept.write(write)?;
+                }
+                LogJob::Note(key, value) => {
+                    let notes = vec![(key, value)];
+                    kept.log.write(&LogBatch { notes, ..LogBatch::default() })?;
+                    sync = true;
+                }
+                LogJob::SnapshotStored(metadata) => kept.log.snapshot_stored(&metadata)?,
+                LogJob::CutBefore(index) => kept.log.cut_before(index)?,
+            }
+        }
+        if sync {
+            let began = front.clock().now();
+            kept.log.sync()?;
+            let now = front.clock().now();
+            front.gauges().synced(now.since(began), kept.log.bytes());
+            if now.since(began) >= SLOW_DISK {
+                self.slow_until.store((now + SLOW_DISK_PAUSE).0, Ordering::Relaxed);
+            }
+        }
+        let room = kept.room_change();
+        Ok(Written { number, room })
+    }
+
+    /// What the log's thread does.
+    fn attend(&self, front: &Replicated) -> io::Result<()> {
+        while !front.is_over() {
+            let is_idle = {
+                let mut jobs = self.jobs.lock();
+                jobs.is_empty() && self.came.wait_for(&mut jobs, ROOM_LOOK).timed_out()
+            };
+            let mut kept = self.kept.lock();
+            if is_idle && kept.room == Room::Low {
+                kept.log.retry_room()?;
+            }
+            front.written(self.work(kept, front)?);
+        }
+        self.kept.lock().log.sync()
+    }
+
+    /// Calls the log's thread.
+    pub(crate) fn call(&self) {
+        // Not between its look at the queue and its sleep.
+        drop(self.jobs.lock());
+        self.came.notify_one();
+    }
+}
+
+impl Kept {
+    fn write(&mut self, write: LogWrite) -> io::Result<()> {
+        if let Some(snapshot) = write.snapshot {
+            if snapshot.install {
+                self.log.install_snapshot(&snapshot.metadata, &snapshot.data)?;
+            } else {
+                match self.log.store_snapshot(&snapshot.metadata, &snapshot.data) {
+                    // The older one, and the log behind it, will do.
+                    Err(error) if error.kind() == io::ErrorKind::StorageFull => {}
+                    stored => stored?,
+                }
+            }
+        }
+        self.log.write(&write.batch)
+    }
+
+    fn room_change(&mut self) -> Option<Room> {
+        let room = self.log.room();
+        (std::mem::replace(&mut self.room, room) != room).then_some(room)
+    }
+}
+
+pub(crate) fn log_failed(error: &io::Error) -> String {
+    format!("the log can not be written: {error}")
+}
+
 impl Seats {
-    fn run(self, log: Log, recovered: Recovered) {
+    fn run(self, recovered: Recovered) {
         let front = Arc::clone(&self.front);
         let bomb = Bomb::new(&front);
-        if let Err(why) = self.take_part(log, recovered) {
+        if let Err(why) = self.take_part(recovered) {
             front.fail(why);
         }
         bomb.defuse();
     }
 
-    fn take_part(self, log: Log, recovered: Recovered) -> Result<(), String> {
-        let (jobs, queue) = mpsc::channel();
-        let front = Arc::clone(&self.front);
+    fn take_part(self, recovered: Recovered) -> Result<(), String> {
+        let (front, desk) = (Arc::clone(&self.front), Arc::clone(&self.desk));
         spawn("log", move || {
             let bomb = Bomb::new(&front);
-            if let Err(error) = keep_log(log, &queue, &front) {
-                front.fail(format!("the log can not be written: {error}"));
+            if let Err(error) = desk.attend(&front) {
+                front.fail(log_failed(&error));
             }
             bomb.defuse();
         })?;
-        let Some((mut replica, first)) = self.begin(recovered, &jobs)? else { return Ok(()) };
+        let Some((mut replica, first)) = self.begin(recovered)? else { return Ok(()) };
         self.meet(&replica);
         if let Some((from, bytes)) = first {
             replica.handle_frame(from, bytes);
         }
         let front = Arc::clone(&self.front);
         let (outputs, inputs) = (Outputs::default(), Inputs::default());
-        front.attend(Box::new(Seat { seats: self, replica, outputs, jobs, inputs }));
+        front.attend(Box::new(Seat { seats: self, replica, outputs, inputs }));
         Ok(())
     }
 
     /// The replica, once it is known who this node is.
-    fn begin(
-        &self,
-        recovered: Recovered,
-        jobs: &mpsc::Sender<LogJob>,
-    ) -> Result<Option<Begun>, String> {
+    fn begin(&self, recovered: Recovered) -> Result<Option<Begun>, String> {
         let mut raft_id = self.gate.who.lock().raft_id;
         let mut first = None;
         while raft_id == 0 {
@@ -369,7 +537,7 @@ impl Seats {
             who.raft_id = raft_id;
             who.clone()
         };
-        let _ = jobs.send(LogJob::Note(WHO.to_vec(), codec::pack(&who)));
+        self.desk.put([LogJob::Note(WHO.to_vec(), codec::pack(&who))]);
         let options = &self.options;
         let ticks = |duration: Duration| {
             usize::try_from(duration.as_nanos() / u128::from(TICK.0)).unwrap_or(usize::MAX).max(1)
@@ -429,22 +597,14 @@ impl Seats {
         self.transport.set_peers(peers.collect());
     }
 
-    /// Does what the replica wants.
+    /// Does what the replica wants. What is for the log is put there and done later: the peers work meanwhile.
     fn hand_out(
         &self,
         replica: &mut Replica,
         outputs: &mut Outputs,
-        jobs: &mpsc::Sender<LogJob>,
         pokes: &mut Pokes,
     ) -> Result<(), String> {
-        if !outputs.writes.is_empty() {
-            self.front.set_writing();
-        }
-        // The log first: what follows happens while it is being written.
-        for write in outputs.writes.drain(..) {
-            // Nobody takes it if the log has failed, which is said elsewhere.
-            let _ = jobs.send(LogJob::Write(write));
-        }
+        self.desk.put(outputs.writes.drain(..).map(LogJob::Write));
         for frame in outputs.frames.drain(..) {
             let lane = if frame.bulk { Lane::Bulk } else { Lane::Main };
             self.transport.send(frame.to, lane, frame.bytes);
@@ -461,8 +621,7 @@ impl Seats {
         self.front.set_status(replica.status());
         if let Some(index) = outputs.cut_before.take() {
             let metadata = replica.snapshot_metadata().clone();
-            let _ = jobs.send(LogJob::SnapshotStored(metadata));
-            let _ = jobs.send(LogJob::CutBefore(index));
+            self.desk.put([LogJob::SnapshotStored(metadata), LogJob::CutBefore(index)]);
         }
         if let Some(job) = outputs.snapshot_job.take() {
             let (front, disk) = (Arc::clone(&self.front), self.disk.clone());
@@ -489,64 +648,6 @@ fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) 
         },
     }
     bomb.defuse();
-}
-
-/// Writes and syncs all that is queued, again and again.
-fn keep_log(mut log: Log, queue: &mpsc::Receiver<LogJob>, front: &Replicated) -> io::Result<()> {
-    const LOOK: Duration = Duration::from_secs(1);
-    let (mut low, mut looked) = (false, Instant::now());
-    loop {
-        let mut next = match queue.recv_timeout(LOOK) {
-            Ok(job) => Some(job),
-            Err(mpsc::RecvTimeoutError::Timeout) => None,
-            Err(mpsc::RecvTimeoutError::Disconnected) => return log.sync(),
-        };
-        let (mut number, mut sync) = (0, false);
-        while let Some(job) = next {
-            match job {
-                LogJob::Write(write) => {
-                    if let Some(snapshot) = write.snapshot {
-                        if snapshot.install {
-                            log.install_snapshot(&snapshot.metadata, &snapshot.data)?;
-                        } else {
-                            match log.store_snapshot(&snapshot.metadata, &snapshot.data) {
-                                // The older one, and the log behind it, will do.
-                                Err(error) if error.kind() == io::ErrorKind::StorageFull => {}
-                                stored => stored?,
-                            }
-                        }
-                    }
-                    log.write(&write.batch)?;
-                    number = write.number;
-                    sync |= write.sync;
-                }
-                LogJob::Note(key, value) => {
-                    let notes = vec![(key, value)];
-                    log.write(&LogBatch { notes, ..LogBatch::default() })?;
-                    sync = true;
-                }
-                LogJob::SnapshotStored(metadata) => log.snapshot_stored(&metadata)?,
-                LogJob::CutBefore(index) => log.cut_before(index)?,
-            }
-            next = queue.try_recv().ok();
-        }
-        if sync {
-            let began = front.clock().now();
-            log.sync()?;
-            front.gauges().synced(front.clock().now().since(began), log.bytes());
-        }
-        if number > 0 {
-            front.written(number);
-        }
-        if low && looked.elapsed() >= LOOK {
-            looked = Instant::now();
-            log.retry_room()?;
-        }
-        if (log.room() == Room::Low) != low {
-            low = !low;
-            front.give(Input::Room { low });
-        }
-    }
 }
 
 /// Whoever panics at the replica or its log takes the process along: half of a member is worse than none.
