@@ -7,6 +7,7 @@
 import html
 import json
 import pathlib
+import re
 import statistics
 import sys
 import textwrap
@@ -17,6 +18,11 @@ REFERENCE_PAUSE_MS = 100
 PAUSES_MS = (100, 10, 1)
 
 COLOURS = {"dflockd": "#1f77b4", "redis": "#d62728", "etcd": "#2ca02c", "echo": "#8c8c8c"}
+
+
+def natural(name):
+    """Numbers within names in the order of numbers."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def median(side, figure):
@@ -92,9 +98,12 @@ def targets(races):
     for connections, limit in ((1, 2.0), (64, 5.0), (256, 5.0)):
         what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd"
         table.add(f"w6-{connections}", what, "etcd", "ops", limit)
+        what = f"three nodes on disk by gRPC, {connections} sessions, ops/s ÷ etcd by"
+        table.add(f"grpc6-{connections}", f"{what} gRPC", "etcd-grpc", "ops", limit)
+        table.add(f"grpc6-{connections}", f"{what} its JSON gateway", "etcd", "ops", limit)
     table.add("grow-held", "ops/s, many other locks held ÷ none", "empty", "ops", 0.9)
     table.add("grow-waiters", "hand-overs/s, long queue ÷ ten waiters", "10 waiters", "ops", 0.9)
-    rows = sorted(table.rows, key=lambda row: row.split("|")[1].strip())
+    rows = sorted(table.rows, key=lambda row: natural(row.split("|")[1].strip()))
     return ["| Workload | What | Target | Measured | Reached |", "|---|---|---|---|---|", *rows]
 
 
@@ -202,7 +211,7 @@ def main():
     failed = [
         f"**{path.stem} failed: {path.read_text().strip()}**" for path in sorted(source.glob("*.failed"))
     ]
-    for path in sorted(source.glob("*.json"), key=lambda path: (path.stem == "grow", path.stem)):
+    for path in sorted(source.glob("*.json"), key=lambda path: (path.stem == "grow", natural(path.stem))):
         command = path.with_suffix(".cmd")
         if command.exists():
             commands.append(command.read_text().strip())
@@ -231,7 +240,7 @@ def main():
         "are medians over the rounds; a ratio is taken round by round and shown as median (smallest to largest).",
         "Compare within one table only: absolute figures are those of this machine on this day.",
         "",
-        f"- {machine['dflockd']}, memory mode but for durable and w6; {versions}; {machine['date']}",
+        f"- {machine['dflockd']}, memory mode but for durable, w6 and grpc6; {versions}; {machine['date']}",
         f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['kernel']}",
         "",
     ]
@@ -255,8 +264,9 @@ def main():
         "  load the server, long ones let the last holder take the lock again at once, which counts as an",
         "  operation but not as a hand-over. So the target of w2 is one of hand-overs; the ratio of operations is",
         "  shown as well, and includes a lock that Redis gives to the same client again and again.",
-        "- **etcd**: one node, the v3lock service over the JSON gateway of the client port (HTTP/1.1), which costs",
-        "  etcd somewhat more than gRPC would; it syncs every change to disk.",
+        "- **etcd**: one node (three in w6 and grpc6), the v3lock service over the JSON gateway of the client port",
+        "  (HTTP/1.1), which costs etcd more than gRPC does; it syncs every change to disk. **etcd-grpc** is the same",
+        "  by gRPC, with the frames that dflockd is sent, too.",
         "- **echo**: `dflockctl bench echo` reads the same requests and answers without deciding anything, on a",
         "  bare epoll loop with one thread and on tokio with a task per connection.",
         "- **w4**: memory is the growth of the server's resident memory from before the first holder connected, in",
@@ -270,6 +280,9 @@ def main():
         "  quiet is a second server without them. What counts is p99.",
         "- **durable**: w1 against one node with `--raft-dir`, Redis with `appendfsync always`, one etcd; **w6**: the",
         "  same against three nodes of one cluster each, on one disk, connections spread over the nodes.",
+        "- **grpc6**: as w6 by the gRPC doors, one session (etcd: one lease) and one connection per client, one call",
+        "  at a time. Where the description says so, all connections of each side go to the leader of its cluster,",
+        "  which is asked for before each round; w6 spreads them.",
         "- **Much state**: `bench/durable` shows recovery with a million locks, a snapshot beside load, and 100,000",
         "  leases that end at once.",
         "- **grow**: the two servers of `grow-held` are two processes, one filled; in `grow-waiters` both sides use",

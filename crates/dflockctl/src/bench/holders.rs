@@ -197,6 +197,8 @@ impl Crowd<'_> {
             if read != Answer::Done {
                 return Err(refused("a renewal", answer));
             }
+            let Link { out, dialect, .. } = &mut holder.link;
+            self.plan.target.reply(out, dialect, answer, Instant::now());
             holder.waiting = false;
             self.answered += 1;
             self.tally.count(holder.sent_at.elapsed());

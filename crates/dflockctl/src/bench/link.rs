@@ -29,13 +29,19 @@ impl Greeted {
         lease_s: u64,
         mux: bool,
     ) -> io::Result<Self> {
-        let mut stream = BlockingStream::connect_timeout(&address, CONNECT_WITHIN)
-            .map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(CONNECT_WITHIN))?;
+        let mut stream = connect(address)?;
         let dialect = target.greet(&mut stream, lease_s, mux)?;
         Ok(Self { stream, dialect })
     }
+}
+
+/// A connection that nothing was said on yet.
+pub(crate) fn connect(address: SocketAddr) -> io::Result<BlockingStream> {
+    let stream = BlockingStream::connect_timeout(&address, CONNECT_WITHIN)
+        .map_err(|error| io::Error::new(error.kind(), format!("{address}: {error}")))?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(CONNECT_WITHIN))?;
+    Ok(stream)
 }
 
 /// A connection under load.

@@ -451,6 +451,8 @@ impl<'a> Worker<'a> {
                 None => return Err(refused("nothing", answer)),
             }
         };
+        let Link { out, dialect, .. } = &mut self.links[link];
+        self.shared.plan.target.reply(out, dialect, answer, self.now);
         let state = &mut self.slots[slot];
         match self.shared.plan.target.read(state.request, body, &mut state.proof) {
             Answer::Granted { fence } => self.granted(slot, fence),

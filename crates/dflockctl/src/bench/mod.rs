@@ -8,14 +8,18 @@
 mod check;
 mod crowd;
 mod echo;
+mod etcd;
 mod grow;
 mod grpc;
 mod holders;
 mod http;
+mod http2;
+mod leader;
 mod link;
 mod load;
 mod numbers;
 mod process;
+mod proto;
 mod report;
 mod side;
 mod target;
@@ -44,6 +48,9 @@ pub(crate) struct Args {
     /// Servers; connection i goes to server i modulo their number.
     #[arg(long, value_delimiter = ',', default_value = "127.0.0.1:6388", value_parser = side::resolve)]
     servers: Vec<SocketAddr>,
+    /// Send everything to the server that leads, on all sides; asked before each round.
+    #[arg(long)]
+    leader: bool,
     /// What the servers are.
     #[arg(long, value_enum, default_value = "dflockd")]
     target: Target,
@@ -189,6 +196,9 @@ impl Args {
         if let Some(side) = sides.iter().find(|side| pipelined && !side.target.pipelines()) {
             return Err(io::Error::other(format!("{} cannot be pipelined", side.name)));
         }
+        if self.leader && self.workload == Workload::Grow {
+            return Err(io::Error::other("grow has no leader"));
+        }
         let each = self.seconds + self.warmup;
         let rounds = u32::try_from(self.rounds * sides.len()).unwrap_or(u32::MAX);
         let progress = Progress::new(Duration::from_secs_f64(each) * rounds);
@@ -202,10 +212,15 @@ impl Args {
         for round in 1..=self.rounds {
             for ((plan, lap), &baseline) in plans.iter().zip(&mut laps).zip(&baselines) {
                 progress.step(format!("round {round} of {}: {}", self.rounds, lap.name));
+                let mut plan = plan.clone();
+                if self.leader {
+                    // Another one may lead by now.
+                    plan.servers = vec![leader::find_among(plan.target, &plan.servers)?];
+                }
                 lap.rounds.push(if self.workload == Workload::W4 {
-                    holders::run(plan, baseline, &progress)?
+                    holders::run(&plan, baseline, &progress)?
                 } else {
-                    load::run(plan, &progress)?
+                    load::run(&plan, &progress)?
                 });
             }
         }
@@ -262,6 +277,9 @@ impl Args {
         };
         let contended = matches!(plan.keys, Keys::One | Keys::Zipf(_));
         let mut text = format!("{what}; {} x {} s", self.rounds, self.seconds);
+        if self.leader {
+            text += "; all to the leader";
+        }
         if contended && self.speaks(Target::Redis) {
             text += &format!(
                 "; Redis tries again after {} µs unless its name says otherwise",
@@ -270,6 +288,9 @@ impl Args {
         }
         if self.speaks(Target::Etcd) {
             text += "; etcd by its JSON gateway";
+        }
+        if self.speaks(Target::EtcdGrpc) {
+            text += "; etcd-grpc by gRPC";
         }
         text
     }

@@ -3,7 +3,8 @@
 //! - dflockd and the echo floor: `l`, `r`, `n` of the line protocol.
 //! - Redis: `SET key token NX PX lease`, and scripts that compare the token before they delete
 //!   or extend. A lock that is taken is tried again after a pause: Redis has no queue.
-//! - etcd: the v3lock service by way of the JSON gateway of the client port, HTTP/1.1.
+//! - etcd: the v3lock service by way of the JSON gateway of the client port, HTTP/1.1; or by gRPC, see
+//!   [`super::etcd`].
 //! - dflockd by its gRPC door: one session and one connection per client; see [`super::grpc`].
 //! - dflockd by its HTTP door: one session per connection, which is kept alive; see [`super::http`].
 //!
@@ -11,9 +12,10 @@
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::time::Instant;
 
 use super::numbers::Random;
-use super::{grpc, http};
+use super::{etcd, grpc, http, http2};
 
 /// A kind of server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -28,6 +30,8 @@ pub(crate) enum Target {
     Redis,
     /// etcd's v3lock by the JSON gateway.
     Etcd,
+    /// etcd's v3lock by gRPC.
+    EtcdGrpc,
     /// The fixed-answer server: `dflockctl bench echo`.
     Echo,
 }
@@ -105,6 +109,8 @@ pub(crate) struct Dialect {
     http: http::Forms,
     /// gRPC: likewise.
     grpc: grpc::Forms,
+    /// etcd by gRPC: likewise.
+    etcd: etcd::Forms,
 }
 
 const RELEASE_SCRIPT: &str =
@@ -124,6 +130,7 @@ impl Target {
             Self::Grpc => "grpc",
             Self::Redis => "redis",
             Self::Etcd => "etcd",
+            Self::EtcdGrpc => "etcd-grpc",
             Self::Echo => "echo",
         }
     }
@@ -135,12 +142,12 @@ impl Target {
 
     /// Whether those who wait are served in the order in which they came.
     pub(crate) fn queues(self) -> bool {
-        matches!(self, Self::Dflockd | Self::Http | Self::Grpc | Self::Etcd)
+        matches!(self, Self::Dflockd | Self::Http | Self::Grpc | Self::Etcd | Self::EtcdGrpc)
     }
 
     /// Whether several requests may be on the way on one connection.
     pub(crate) fn pipelines(self) -> bool {
-        !matches!(self, Self::Http | Self::Grpc | Self::Etcd)
+        !matches!(self, Self::Http | Self::Grpc | Self::Etcd | Self::EtcdGrpc)
     }
 
     /// Says what has to be said first on a connection.
@@ -177,6 +184,7 @@ impl Target {
                 let wait_ms = WAIT_S.parse::<u64>().map_err(io::Error::other)? * 1000;
                 dialect.grpc = grpc::Forms::greet(stream, wait_ms, lease_s)?;
             }
+            Self::EtcdGrpc => dialect.etcd = etcd::Forms::greet(stream, lease_s)?,
             Self::Redis => {
                 dialect.release_script = self.load_script(stream, RELEASE_SCRIPT)?;
                 dialect.renew_script = self.load_script(stream, RENEW_SCRIPT)?;
@@ -251,6 +259,7 @@ impl Target {
             }
             Self::Http => dialect.http.write(out, request, key, proof),
             Self::Grpc => dialect.grpc.write(out, request, key, proof),
+            Self::EtcdGrpc => dialect.etcd.write(out, request, key, proof),
             Self::Redis => {
                 let lease_ms = dialect.lease_ms.as_bytes();
                 match request {
@@ -298,7 +307,7 @@ impl Target {
                 input.iter().position(|&byte| byte == b'\n').map(|end| end + 1)
             }
             Self::Http => http::frame(input),
-            Self::Grpc => grpc::frame(input),
+            Self::Grpc | Self::EtcdGrpc => http2::frame(input),
             Self::Etcd => {
                 let head = find(input, b"\r\n\r\n")? + 4;
                 if let Some(length) = header(&input[..head], b"content-length:") {
@@ -320,6 +329,7 @@ impl Target {
             },
             Self::Http => http::read(request, answer, proof),
             Self::Grpc => grpc::read(request, answer, proof),
+            Self::EtcdGrpc => etcd::read(request, answer, proof),
             Self::Redis => match (request, answer) {
                 (Request::Acquire, b"+OK\r\n") => Answer::Granted { fence: 0 },
                 (Request::Acquire, b"$-1\r\n") => Answer::Busy,
@@ -340,6 +350,15 @@ impl Target {
                     Request::Renew => Answer::Refused,
                 }
             }
+        }
+    }
+
+    /// Appends what a whole answer asks for besides the next request.
+    pub(crate) fn reply(self, out: &mut Vec<u8>, dialect: &Dialect, answer: &[u8], now: Instant) {
+        match self {
+            Self::Grpc => dialect.grpc.calls.reply(answer, out, now),
+            Self::EtcdGrpc => dialect.etcd.calls.reply(answer, out, now),
+            Self::Dflockd | Self::Http | Self::Redis | Self::Etcd | Self::Echo => {}
         }
     }
 }
@@ -396,7 +415,8 @@ fn resp(out: &mut Vec<u8>, words: &[&[u8]]) {
     out.extend_from_slice(b"\r\n");
 }
 
-fn post(out: &mut Vec<u8>, path: &str, body: &[&[u8]]) {
+/// Appends a request of HTTP/1.1.
+pub(crate) fn post(out: &mut Vec<u8>, path: &str, body: &[&[u8]]) {
     let length: usize = body.iter().map(|part| part.len()).sum();
     concat(out, &[b"POST ", path.as_bytes(), b" HTTP/1.1\r\nHost: bench\r\nContent-Length: "]);
     decimal(out, length as u64);

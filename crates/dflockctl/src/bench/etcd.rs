@@ -1,0 +1,104 @@
+//! etcd's v3lock by gRPC: one lease and one connection per client, and the same frames as [`super::grpc`].
+
+use std::io;
+use std::net::TcpStream;
+
+use super::http2::{self, Calls, Method};
+use super::proto::{self, Fields};
+use super::target::{Answer, Proof, Request};
+
+const GRANT: Method = Method { place: 0, path: "/etcdserverpb.Lease/LeaseGrant" };
+const LOCK: Method = Method { place: 1, path: "/v3lockpb.Lock/Lock" };
+const UNLOCK: Method = Method { place: 2, path: "/v3lockpb.Lock/Unlock" };
+const KEEP_ALIVE: Method = Method { place: 3, path: "/etcdserverpb.Lease/LeaseKeepAlive" };
+
+/// What requests of one connection are made of.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Forms {
+    /// What was said on the connection before.
+    pub(crate) calls: Calls,
+    lease: u64,
+}
+
+impl Forms {
+    /// Has a lease granted.
+    pub(crate) fn greet(stream: &mut TcpStream, lease_s: u64) -> io::Result<Self> {
+        let mut forms = Self::default();
+        let answer =
+            forms.calls.call(stream, GRANT, |message| proto::number(message, 1, lease_s))?;
+        forms.lease = http2::message(&answer).map_or(0, |message| Fields::number(message, 2));
+        if forms.lease == 0 {
+            return Err(super::load::refused("the request for a lease", &answer));
+        }
+        Ok(forms)
+    }
+
+    /// Appends a request.
+    pub(crate) fn write(&self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &Proof) {
+        match request {
+            Request::Acquire => self.calls.write(out, LOCK, |message| {
+                proto::bytes(message, 1, key);
+                proto::number(message, 2, self.lease);
+            }),
+            Request::Release => {
+                self.calls.write(out, UNLOCK, |message| proto::bytes(message, 1, proof.get()));
+            }
+            Request::Renew => {
+                self.calls.write(out, KEEP_ALIVE, |message| proto::number(message, 1, self.lease));
+            }
+        }
+    }
+}
+
+/// What a whole answer means.
+pub(crate) fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+    let Some(message) = http2::message(answer) else { return Answer::Refused };
+    match request {
+        Request::Acquire => match Fields::bytes(message, 2) {
+            b"" => Answer::Refused,
+            key if proof.set(key) => Answer::Granted { fence: 0 },
+            _ => Answer::Refused,
+        },
+        Request::Release => Answer::Done,
+        // A lease that has ended has no time left.
+        Request::Renew if Fields::number(message, 3) > 0 => Answer::Done,
+        Request::Renew => Answer::Refused,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests() {
+        let forms = Forms { lease: 300, ..Forms::default() };
+        let mut proof = Proof::none();
+        proof.set(b"k/12c");
+        for (request, expected) in [
+            (Request::Acquire, &b"\x0a\x01k\x10\xac\x02"[..]),
+            (Request::Release, b"\x0a\x05k/12c"),
+            (Request::Renew, b"\x08\xac\x02"),
+        ] {
+            let mut out = Vec::new();
+            forms.write(&mut out, request, b"k", &proof);
+            assert_eq!(http2::called(&out), Some(expected), "{request:?}");
+        }
+    }
+
+    #[test]
+    fn answers() {
+        let mut proof = Proof::none();
+        let mut message = Vec::new();
+        proto::bytes(&mut message, 1, b"header");
+        let empty = http2::answer(Some(&message));
+        proto::bytes(&mut message, 2, b"k/12c");
+        let granted = http2::answer(Some(&message));
+        let answer = read(Request::Acquire, &granted, &mut proof);
+        assert_eq!((answer, proof.get()), (Answer::Granted { fence: 0 }, &b"k/12c"[..]));
+        assert_eq!(read(Request::Acquire, &empty, &mut proof), Answer::Refused);
+        assert_eq!(read(Request::Release, &empty, &mut proof), Answer::Done);
+        assert_eq!(read(Request::Renew, &empty, &mut proof), Answer::Refused, "no time left");
+        assert_eq!(read(Request::Release, &http2::answer(None), &mut proof), Answer::Refused);
+    }
+}
