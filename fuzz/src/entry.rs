@@ -65,7 +65,7 @@ pub fn read(data: &[u8]) -> Result<Payload<'_>, Malformed> {
 
 fn write(payload: &Payload<'_>) -> Vec<u8> {
     let mut out = Vec::new();
-    begin_payload(&mut out, payload.stamp);
+    begin_payload(&mut out, 1, payload.stamp);
     for part in &payload.parts {
         match part {
             Part::Order(order) => put_order(&mut out, order),

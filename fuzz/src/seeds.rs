@@ -149,7 +149,7 @@ fn entry() -> Vec<(String, Vec<u8>)> {
     let mut seeds = golden(PAYLOADS);
     for (index, items) in golden(ITEMS).chunks(8).enumerate() {
         let mut payload = Vec::new();
-        begin_payload(&mut payload, Timestamp(1_000));
+        begin_payload(&mut payload, 1, Timestamp(1_000));
         for batch in items.chunks(5) {
             let count = u16::try_from(batch.len()).expect("five at most");
             let bytes: Vec<u8> = batch.iter().flat_map(|(_, item)| item.clone()).collect();

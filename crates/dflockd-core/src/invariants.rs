@@ -46,6 +46,11 @@ impl Store {
         ensure!(totals.claims == self.locks.claims.len(), "claims without a lock");
         ensure!(totals.holds == self.locks.by_fence.len(), "fences without a hold");
         ensure!(totals.holds == self.deadlines.leases().len(), "leases without a hold");
+        for (fence, lease) in &self.locks.renewed {
+            let slot = self.locks.by_fence.get(fence);
+            let asked = slot.map(|&slot| self.locks.claims[slot].lease);
+            ensure!(asked.is_some_and(|asked| asked < *lease), "{fence:?} was not renewed");
+        }
         ensure!(totals.idle == self.locks.idle.len() as usize, "idle chain is wrong");
         let chained = self.locks.idle.iter(&self.locks.arena).count();
         ensure!(chained == totals.idle, "idle chain is broken");

@@ -4,7 +4,7 @@
 //! out, and its head is granted as soon as there is room for it. A *claim* is one request for a lock: it
 //! waits in the lock's queue, then it is a hold.
 
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use core::hash::BuildHasher;
 
@@ -136,6 +136,8 @@ pub(crate) struct Locks {
     hasher: FixedState,
     /// Every hold.
     pub(crate) by_fence: HashMap<Fence, Slot, FixedState>,
+    /// The longest lease of holds that were renewed for longer than they were taken for; there are few.
+    pub(crate) renewed: BTreeMap<Fence, Span>,
     pub(crate) idle: Chain<IDLE>,
     /// Locks whose head could be granted if there were a fence, or if grants had begun.
     pub(crate) stalled: BTreeSet<(Space, Bytes)>,
@@ -149,6 +151,7 @@ impl Locks {
             claims: Arena::new(),
             by_key: HashTable::new(),
             by_fence: HashMap::with_hasher(hasher.clone()),
+            renewed: BTreeMap::new(),
             hasher,
             idle: Chain::new(),
             stalled: BTreeSet::new(),
@@ -390,6 +393,10 @@ impl Store {
         self.deadlines.add_lease(hold.base, hold.fence, slot);
         let fence = hold.fence;
         let session = claim.session;
+        if lease > claim.lease {
+            let longest = self.locks.renewed.entry(fence).or_insert(lease);
+            *longest = lease.max(*longest);
+        }
         self.lease_changed(session);
         Outcome::Renewed { fence, lease }
     }
@@ -487,6 +494,7 @@ impl Store {
         self.tally.ended(primitive, end, self.now.since(claim.since));
         let hold = claim.hold.expect("only a hold can end");
         self.locks.by_fence.remove(&hold.fence);
+        self.locks.renewed.remove(&hold.fence);
         self.deadlines.remove_lease(hold.base, hold.fence);
 
         let lock = &mut self.locks.arena[lock_slot];

@@ -10,15 +10,12 @@ use crate::types::{Fence, RequestId, SessionId, Span};
 
 impl Store {
     /// The longest lease that is held or was asked for by somebody who waits.
+    ///
+    /// Not what is left of it: its holder may have renewed it where this store has not seen it.
     #[must_use]
     pub fn longest_lease(&self) -> Span {
-        let claims = self.locks.claims.iter();
-        let lease = |(_, claim): (_, &crate::lock::Claim)| {
-            // A renewal may have made it longer than what was asked for at first.
-            let left = claim.hold.map_or(Span::ZERO, |hold| hold.base.since(self.now));
-            left.max(claim.lease)
-        };
-        claims.map(lease).max().unwrap_or(Span::ZERO)
+        let asked = self.locks.claims.iter().map(|(_, claim)| claim.lease);
+        asked.chain(self.locks.renewed.values().copied()).max().unwrap_or(Span::ZERO)
     }
 
     /// Ends all sessions and holds, gives out no fence below `fence`, and grants nothing for `delay`. Values stay.
@@ -66,7 +63,7 @@ mod tests {
     use super::*;
     use crate::effect::{Effect, Outcome};
     use crate::shared::Shared;
-    use crate::types::{Limits, Mode, Timestamp};
+    use crate::types::{Limits, Mode, Space, Timestamp};
 
     fn at_secs(seconds: u64) -> Timestamp {
         Timestamp(0) + Span::from_secs(seconds)
@@ -88,6 +85,39 @@ mod tests {
             };
             Some(grant.token.fence.0)
         })
+    }
+
+    /// GUARANTEES 2: whoever renewed for longer than he asked for at first may have done so again, unseen.
+    #[test]
+    fn a_longer_renewal_counts_in_full() {
+        let shared = Arc::new(Shared::new());
+        let mut store = Store::new(Limits::default(), 1, shared, Timestamp(0));
+        let taken = acquire(&mut store, 1, 1, 0, 5);
+        let token = taken.iter().find_map(|effect| {
+            let Effect::Reply { outcome: Outcome::Granted(grant), .. } = effect else {
+                return None;
+            };
+            Some(grant.token)
+        });
+        let token = token.expect("it is free");
+        let caller = Caller { session: SessionId(1), request: RequestId(2), keep: false };
+        for (at, lease) in [(2, 60), (3, 40)] {
+            let lease = Some(Span::from_secs(lease));
+            let renew = Command::Renew { key: b"k", space: Space::Locks, token, lease };
+            store.apply(caller, renew, at_secs(at), &mut Vec::new());
+        }
+        store.apply(caller, Command::Tick, at_secs(40), &mut Vec::new());
+        let bytes = store.snapshot();
+        let mut store = Store::restore(&bytes, Arc::new(Shared::new())).expect("it is whole");
+        assert_eq!(store.longest_lease(), Span::from_secs(60));
+        assert_eq!(store.snapshot(), bytes);
+
+        let (key, space) = (b"k", Space::Locks);
+        let release = Command::Release { key, space, token, resign: false };
+        store.apply(caller, release, at_secs(41), &mut Vec::new());
+        store.check_invariants();
+        assert_eq!(store.longest_lease(), Span::ZERO);
+        assert_eq!(store.snapshot()[0], 1, "what all versions read");
     }
 
     /// GUARANTEES R5: fences grow over a restore; nobody has a lock that somebody from before may still believe in.

@@ -32,7 +32,11 @@ use crate::types::{
 };
 use crate::view::LockKind;
 
+/// What every store has.
 const VERSION: u8 = 1;
+/// The same, and behind it the holds that were renewed for longer than they were taken for. Only if there are some: so
+/// each state has one form.
+const WITH_RENEWED: u8 = 2;
 
 /// Why bytes are not a snapshot.
 #[derive(Debug, PartialEq, Eq)]
@@ -146,19 +150,25 @@ impl Store {
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
         let written = "plain data can be written";
-        let mut bytes = postcard::to_extend(&self.head(), alloc::vec![VERSION]).expect(written);
+        let renewed = &self.locks.renewed;
+        let version = if renewed.is_empty() { VERSION } else { WITH_RENEWED };
+        let mut bytes = postcard::to_extend(&self.head(), alloc::vec![version]).expect(written);
         let mut slots: Vec<_> = self.locks.arena.iter().collect();
         slots.sort_unstable_by(|(_, a), (_, b)| (a.space, &a.key).cmp(&(b.space, &b.key)));
         bytes = postcard::to_extend(&slots.len(), bytes).expect(written);
         for (_, lock) in slots {
             bytes = postcard::to_extend(&self.lock_data(lock), bytes).expect(written);
         }
-        postcard::to_extend(&self.rest(), bytes).expect(written)
+        bytes = postcard::to_extend(&self.rest(), bytes).expect(written);
+        if !renewed.is_empty() {
+            bytes = postcard::to_extend(renewed, bytes).expect(written);
+        }
+        bytes
     }
 
     /// A store in the state that was written. Counters of `shared` are raised to what the snapshot needs.
     pub fn restore(bytes: &[u8], shared: Arc<Shared>) -> Result<Self, SnapshotError> {
-        let Some((&VERSION, bytes)) = bytes.split_first() else {
+        let Some((&version @ VERSION..=WITH_RENEWED, bytes)) = bytes.split_first() else {
             return Err(SnapshotError::Malformed);
         };
         let (head, bytes) = take::<Head>(bytes)?;
@@ -172,10 +182,15 @@ impl Store {
             (_, bytes) = take::<LockData>(bytes)?;
         }
         let (rest, bytes) = take::<Rest>(bytes)?;
-        if !bytes.is_empty() {
+        let (renewed, bytes) = match version {
+            WITH_RENEWED => take::<BTreeMap<Fence, Span>>(bytes)?,
+            _ => (BTreeMap::new(), bytes),
+        };
+        if !bytes.is_empty() || (version == WITH_RENEWED && renewed.is_empty()) {
             return Err(SnapshotError::Malformed);
         }
-        let store = Self::from_parts(head, count, locks, rest, shared)?;
+        let mut store = Self::from_parts(head, count, locks, rest, shared)?;
+        store.locks.renewed = renewed;
         store.verify().map_err(SnapshotError::Inconsistent)?;
         Ok(store)
     }

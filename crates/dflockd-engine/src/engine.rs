@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use dflockd_core::{
     Bytes, Change, Command, Contention, KeyView, Listed, LockPage, LockView, Outcome, Query,
-    RequestId, Revision, SessionId, SessionView, Store, Survey, Tally,
+    Refusal, RequestId, Revision, SessionId, SessionView, Store, Survey, Tally,
 };
 
 use crate::clock::Clock;
@@ -394,6 +394,14 @@ impl Engine {
         match self {
             Self::Memory(memory) => memory.close(by, orderly, pokes),
             Self::Replicated(member) => member.close(by, orderly, referenced),
+        }
+    }
+
+    /// Ends a kept session for its client, who will not come back. Only a cluster keeps sessions.
+    pub fn end(&self, by: &Attachment, request: RequestId, id: SessionId) -> Submitted {
+        match self {
+            Self::Memory(_) => Submitted::Done(Outcome::Refused(Refusal::NotHeld)),
+            Self::Replicated(member) => member.act(by, request, Action::End { session: id }),
         }
     }
 

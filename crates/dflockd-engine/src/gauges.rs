@@ -14,6 +14,8 @@ use crate::replica::{Replica, Status};
 
 /// What [`Status::role`] says of a leader.
 const LEADER: &str = "leader";
+/// And of one that stands for election.
+const CANDIDATE: &str = "candidate";
 /// How often lags are looked at.
 const LAGS_EVERY: Span = Span::from_millis(100);
 
@@ -67,6 +69,8 @@ pub struct Gauges {
     pub proposals_failed: AtomicU64,
     /// How often another leader was seen than before.
     pub leader_changes: AtomicU64,
+    /// How often this member stood for election.
+    pub elections: AtomicU64,
     /// Voters and learners that were added, and that could not be.
     pub added: [AtomicU64; 2],
     /// Members that were removed, and that could not be.
@@ -87,6 +91,8 @@ struct Seen {
     status: Option<Status>,
     /// When the lags were looked at.
     lags_at: Timestamp,
+    /// The newest cluster time, and when it was heard.
+    time: (Timestamp, Timestamp),
 }
 
 impl Gauges {
@@ -94,7 +100,8 @@ impl Gauges {
     pub(crate) fn turned(&self, replica: &Replica, began: Timestamp, now: Timestamp) {
         let status = replica.status();
         let mut seen = self.seen.lock();
-        let before = seen.status.replace(status).unwrap_or(Status { leader: None, ..status });
+        let unseen = Status { leader: None, term: 0, ..status };
+        let before = seen.status.replace(status).unwrap_or(unseen);
         // A snapshot that was installed skips entries.
         if status.applied > before.applied && status.snapshot <= before.applied {
             self.applied.fetch_add(status.applied - before.applied, Relaxed);
@@ -106,10 +113,28 @@ impl Gauges {
         if status.leader.is_some() && status.leader != before.leader {
             self.leader_changes.fetch_add(1, Relaxed);
         }
+        // Whoever leads a term has stood for it, also if nobody looked in between.
+        if status.term > before.term && (status.role == LEADER || status.role == CANDIDATE) {
+            self.elections.fetch_add(1, Relaxed);
+        }
+        // A leader makes the time.
+        if status.role == LEADER || replica.time_seen() > seen.time.0 {
+            seen.time = (replica.time_seen(), now);
+        }
         if now.since(seen.lags_at) >= LAGS_EVERY {
             seen.lags_at = now;
             *self.lags.lock() = if status.role == LEADER { replica.lags() } else { Vec::new() };
         }
+    }
+
+    /// How long ago this member was last told the time by a leader; a leader tells it to itself. None before the first
+    /// time.
+    #[must_use]
+    pub fn time_lag(&self, now: Timestamp) -> Option<Span> {
+        let seen = self.seen.lock();
+        let leads = seen.status.is_some_and(|status| status.role == LEADER);
+        let heard = (seen.time.0 > Timestamp(0)).then_some(seen.time.1)?;
+        Some(if leads { Span::ZERO } else { now.since(heard) })
     }
 
     /// Somebody has asked for a change of the cluster.
@@ -120,6 +145,7 @@ impl Gauges {
             AdminRequest::Promote { .. }
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
+            | AdminRequest::ChangePolicy { .. }
             | AdminRequest::Address { .. }
             | AdminRequest::Finalize
             | AdminRequest::Snapshot

@@ -27,7 +27,7 @@ use crate::clock::Clock;
 use crate::gauges::Gauges;
 use crate::memory::Submitted;
 use crate::replica::admin::{AdminRequest, AdminResult};
-use crate::replica::driver::{self, Bomb, ClusterOptions, Desk, Fatal, Seat, Written, log_failed};
+use crate::replica::driver::{self, Bomb, ClusterOptions, Desk, Fatal, Seat, log_failed};
 use crate::replica::log::Room;
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
@@ -55,7 +55,6 @@ pub struct Replicated {
     has_begun: AtomicBool,
     /// Its log, likewise.
     desk: OnceLock<Weak<Desk>>,
-    leads_others: AtomicBool,
     stopped: AtomicBool,
     /// When the replica wants to look at the time, and when its thread will.
     due: AtomicU64,
@@ -104,6 +103,14 @@ impl Tender {
             (self.wake)();
         }
     }
+}
+
+/// Whether who turns to the replica may wait for the disk. Who brings what a peer says may not: there may be heartbeats
+/// behind it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Waits {
+    No,
+    Yes,
 }
 
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
@@ -233,7 +240,6 @@ impl Replicated {
             seat: Mutex::default(),
             has_begun: AtomicBool::new(false),
             desk: OnceLock::new(),
-            leads_others: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             due: AtomicU64::new(0),
             armed: AtomicU64::new(0),
@@ -646,7 +652,7 @@ impl Replicated {
     pub fn tend(&self) -> bool {
         let Some(tender) = self.tender.get() else { return true };
         if self.wants_tender() {
-            self.turn(true);
+            self.turn(Waits::Yes);
         }
         tender.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -685,9 +691,9 @@ impl Replicated {
     }
 
     /// Lets the replica take what has come, and does what follows from it. Who finds somebody else at it leaves.
-    fn turn(&self, waits: bool) {
+    fn turn(&self, waits: Waits) {
         self.try_pass();
-        if waits && self.write() {
+        if waits == Waits::Yes && self.write() {
             self.try_pass();
         }
         // What came meanwhile is for the tender, who looks at its connections before.
@@ -711,26 +717,18 @@ impl Replicated {
         let bomb = Bomb::new(self);
         let written = desk.write(self);
         bomb.defuse();
-        match written {
-            Ok(None) => return false,
-            Ok(Some(written)) => self.note(written),
-            Err(error) => self.fail(log_failed(&error)),
-        }
-        true
+        written.unwrap_or_else(|error| {
+            self.fail(log_failed(&error));
+            false
+        })
     }
 
-    /// The replica is to know what was written.
-    fn note(&self, Written { number, room }: Written) {
+    /// The replica is to know what was written, and whether there is room again or no more.
+    pub(crate) fn written(&self, number: Option<u64>, room: Option<Room>) {
         let room = room.map(|room| Input::Room { low: room == Room::Low });
         let news = number.map(Input::Written).into_iter().chain(room);
         self.inputs.lock().others.extend(news);
         self.stirred.store(true, Ordering::SeqCst);
-    }
-
-    /// The log's thread has written something.
-    pub(crate) fn written(&self, written: Written) {
-        self.note(written);
-        self.stir();
     }
 
     pub(crate) fn set_desk(&self, desk: &Arc<Desk>) {
@@ -773,7 +771,7 @@ impl Replicated {
     }
 
     /// Something was left for the replica: sees to it that somebody takes it.
-    fn stir(&self) {
+    pub(crate) fn stir(&self) {
         self.stirred.store(true, Ordering::SeqCst);
         if TENDS.get() {
             return;
@@ -817,8 +815,7 @@ impl Replicated {
         }
         self.inputs.lock().others.push(input);
         self.stirred.store(true, Ordering::SeqCst);
-        // Who leads needs what the others say about an entry while its own disk is still at it.
-        self.turn(!self.leads_others.load(Ordering::Relaxed));
+        self.turn(Waits::No);
     }
 
     // ---- For the replica's thread ----
@@ -934,9 +931,7 @@ impl Replicated {
     }
 
     pub(crate) fn set_status(&self, status: Status) {
-        let mut view = self.view.lock();
-        view.status = Some(status);
-        self.leads_others.store(view.is_leader() && view.voters.len() > 1, Ordering::Relaxed);
+        self.view.lock().status = Some(status);
     }
 
     pub(crate) fn set_members(&self, replica: &Replica) {

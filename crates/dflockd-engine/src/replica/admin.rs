@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use dflockd_core::{Span, Timestamp};
+use raft::eraftpb::Entry;
 use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Frame};
+use super::machine::Machine;
 use super::types::{Member, MemberChange, Order, Policy, RaftId, Run};
 use super::{NodeEvent, Outgoing, Outputs, Replica, StateCopy};
 
@@ -65,7 +67,18 @@ pub enum AdminRequest {
         /// False takes it back.
         on: bool,
     },
+    /// Like [`AdminRequest::SetPolicy`], but refused with [`POLICY_CHANGED`] if the policy is not the one that this was
+    /// made from. A leader that does not know it yet leaves it unanswered.
+    ChangePolicy {
+        /// What it was made from.
+        from: Box<Policy>,
+        /// What all decide by from now on.
+        to: Box<Policy>,
+    },
 }
+
+/// Somebody else has changed the policy meanwhile: another one must be made from what it is now.
+pub const POLICY_CHANGED: &str = "the policy has changed meanwhile; ask again";
 
 /// What came of it: an error says why not.
 pub type AdminResult = Result<(), String>;
@@ -80,6 +93,8 @@ pub(super) struct Admins {
     proposed: Vec<Proposed>,
     /// Who waits for a snapshot of this node.
     snapshots: Vec<Waiting>,
+    /// The term and index of the last policy that this node proposed.
+    policy_at: (u64, u64),
 }
 
 struct Asked {
@@ -95,6 +110,8 @@ struct Proposed {
     term: u64,
     /// A change of the membership, which Raft may replace by nothing.
     is_change: bool,
+    /// The cluster should use this version then, which members may have prevented.
+    version: Option<u32>,
 }
 
 /// Somebody waits for a snapshot.
@@ -143,17 +160,19 @@ impl Admins {
     /// An entry was applied: whose request it decides, and how.
     pub(super) fn applied(
         &mut self,
-        index: u64,
-        term: u64,
+        entry: &Entry,
         is_change: bool,
+        machine: &Machine,
     ) -> Vec<(RaftId, u64, AdminResult)> {
+        let (index, term) = (entry.index, entry.term);
         let mut decided = Vec::new();
         self.proposed.retain(|proposed| {
             if proposed.index > index {
                 return true;
             }
             let same = proposed.index == index && proposed.term == term;
-            let done = same && is_change == proposed.is_change;
+            let has_version = proposed.version.is_none_or(|version| machine.version() >= version);
+            let done = same && is_change == proposed.is_change && has_version;
             let refused = || Err("the cluster did not take the change; try again".to_owned());
             decided.push((proposed.origin, proposed.id, if done { Ok(()) } else { refused() }));
             false
@@ -169,6 +188,8 @@ enum Decision {
     At(u64),
     /// The same for one that is no change of the membership.
     Ordered(u64),
+    /// The same for one that raises the version.
+    Raised(u64, u32),
     /// It can not be decided yet; whoever asks will ask again.
     Later,
 }
@@ -200,16 +221,24 @@ impl Replica {
         for (origin, id, request) in std::mem::take(&mut self.admins.to_decide) {
             match self.decide(request) {
                 Decision::Now(result) => self.answer_admin(origin, id, result, outputs),
-                Decision::At(index) => self.await_entry(origin, id, index, true),
-                Decision::Ordered(index) => self.await_entry(origin, id, index, false),
+                Decision::At(index) => self.await_entry(origin, id, index, true, None),
+                Decision::Ordered(index) => self.await_entry(origin, id, index, false, None),
+                Decision::Raised(index, to) => self.await_entry(origin, id, index, false, Some(to)),
                 Decision::Later => {}
             }
         }
     }
 
-    fn await_entry(&mut self, origin: RaftId, id: u64, index: u64, is_change: bool) {
+    fn await_entry(
+        &mut self,
+        origin: RaftId,
+        id: u64,
+        index: u64,
+        is_change: bool,
+        version: Option<u32>,
+    ) {
         let term = self.consensus.term();
-        self.admins.proposed.push(Proposed { origin, id, index, term, is_change });
+        self.admins.proposed.push(Proposed { origin, id, index, term, is_change, version });
     }
 
     /// Does what concerns this node alone; gives back what the leader has to decide.
@@ -235,6 +264,7 @@ impl Replica {
             | AdminRequest::Remove { .. }
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
+            | AdminRequest::ChangePolicy { .. }
             | AdminRequest::Address { .. }
             | AdminRequest::Finalize => return Some(request),
         };
@@ -328,7 +358,8 @@ impl Replica {
                 Some(raft_id) => MemberChange::Remove { raft_id },
             },
             AdminRequest::Transfer { to } => return self.decide_transfer(to),
-            AdminRequest::SetPolicy(policy) => return self.order(&Order::Policy(policy)),
+            AdminRequest::SetPolicy(policy) => return self.order_policy(policy),
+            AdminRequest::ChangePolicy { from, to } => return self.decide_policy(&from, to),
             AdminRequest::Address { node, peer_addr } => {
                 return self.decide_address(&node, peer_addr);
             }
@@ -351,6 +382,27 @@ impl Replica {
         self.propose_order(order).map_or(Decision::Later, Decision::Ordered)
     }
 
+    fn order_policy(&mut self, policy: Box<Policy>) -> Decision {
+        let decision = self.order(&Order::Policy(policy));
+        if let Decision::Ordered(index) = decision {
+            self.admins.policy_at = (self.consensus.term(), index);
+        }
+        decision
+    }
+
+    /// Only a leader proposes a policy, and one whose reign has opened has applied all that earlier ones proposed. So
+    /// the policy in force is known here, unless one is still under way.
+    fn decide_policy(&mut self, from: &Policy, to: Box<Policy>) -> Decision {
+        let (term, index) = self.admins.policy_at;
+        if term == self.consensus.term() && index > self.applied {
+            return Decision::Later;
+        }
+        match compare_policy(self.machine.policy(), from, &to) {
+            Some(result) => Decision::Now(result),
+            None => self.order_policy(to),
+        }
+    }
+
     fn decide_address(&mut self, node: &str, peer_addr: String) -> Decision {
         let Some(raft_id) = self.member(node) else {
             return refused(format!("no member has the id {node}"));
@@ -366,14 +418,10 @@ impl Replica {
     }
 
     fn decide_version(&mut self) -> Decision {
-        let (versions, mut lowest) = (self.machine.versions(), self.config.start.version);
+        let mut reads = Vec::new();
         for (raft_id, member) in self.machine.members() {
-            match versions.get(raft_id) {
-                // Its own first words may not be in the log yet.
-                _ if *raft_id == self.id() => {}
-                Some(&version) => lowest = lowest.min(version),
-                // A witness proposes nothing, so it has never said.
-                None if member.witness => {}
+            match self.machine.versions().get(raft_id) {
+                Some(&version) => reads.push((version, member.node.as_str())),
                 None => {
                     return refused(format!(
                         "{} has not said yet which versions it reads",
@@ -382,10 +430,20 @@ impl Replica {
                 }
             }
         }
-        if lowest <= self.machine.version() {
+        let newest = reads.iter().map(|(version, _)| *version).max().unwrap_or(1);
+        let old: Vec<_> = reads.iter().filter(|(version, _)| *version < newest).collect();
+        if !old.is_empty() {
+            let names = old.iter().map(|(version, node)| format!("{node} (up to {version})"));
+            return refused(format!(
+                "not all members read version {newest}: {}; let them run the newer server first, or remove them",
+                names.collect::<Vec<_>>().join(", ")
+            ));
+        }
+        if newest <= self.machine.version() {
             return Decision::Now(Ok(()));
         }
-        self.order(&Order::Version { version: lowest })
+        let order = Order::Version { version: newest };
+        self.propose_order(&order).map_or(Decision::Later, |index| Decision::Raised(index, newest))
     }
 
     fn decide_transfer(&mut self, to: Option<String>) -> Decision {
@@ -438,4 +496,58 @@ impl Replica {
 
 fn refused(why: String) -> Decision {
     Decision::Now(Err(why))
+}
+
+/// What becomes of a change of the policy; none if it is to be made.
+fn compare_policy(now: Option<&Policy>, from: &Policy, to: &Policy) -> Option<AdminResult> {
+    match now {
+        // Asked twice, because the first answer was lost.
+        Some(now) if now == to => Some(Ok(())),
+        Some(now) if now == from => None,
+        Some(_) | None => Some(Err(POLICY_CHANGED.to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::Limits;
+
+    use super::super::types::AutoRelease;
+    use super::*;
+
+    #[test]
+    fn a_policy_is_changed_from_what_it_is() {
+        let with = |locks_max| {
+            let limits = Limits { locks_max, ..Limits::default() };
+            Policy { limits, auto_release: AutoRelease::Clean, orphan_ttl: Span::ZERO }
+        };
+        let changed = || Some(Err(POLICY_CHANGED.to_owned()));
+        assert_eq!(compare_policy(Some(&with(1)), &with(1), &with(2)), None);
+        assert_eq!(compare_policy(Some(&with(2)), &with(1), &with(2)), Some(Ok(())), "once more");
+        assert_eq!(compare_policy(Some(&with(3)), &with(1), &with(2)), changed());
+        assert_eq!(compare_policy(None, &with(1), &with(2)), changed());
+    }
+
+    /// What members say to each other has numbers, which may not change.
+    #[test]
+    fn requests_keep_their_numbers() {
+        let policy = || {
+            Box::new(Policy {
+                limits: Limits::default(),
+                auto_release: AutoRelease::Clean,
+                orphan_ttl: Span::ZERO,
+            })
+        };
+        for (request, number) in [
+            (AdminRequest::Transfer { to: None }, 3),
+            (AdminRequest::SetPolicy(policy()), 4),
+            (AdminRequest::Finalize, 6),
+            (AdminRequest::Drain { on: true }, 9),
+            (AdminRequest::ChangePolicy { from: policy(), to: policy() }, 10),
+        ] {
+            let bytes = codec::pack(&request);
+            assert_eq!(bytes[0], number, "{request:?}");
+            assert_eq!(codec::unpack::<AdminRequest>(&bytes).ok(), Some(request));
+        }
+    }
 }

@@ -26,11 +26,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::types::{Action, Bits128, Item, MemberChange, Order, Run};
+use super::version;
 
 #[cfg(test)]
 mod tests;
 
-/// The newest form of what stands in the log.
+/// The first form of what stands in the log.
 pub const VERSION: u8 = 1;
 
 /// Bytes of a frame.
@@ -48,7 +49,7 @@ pub const CONF_IDS_MAX: usize = 1_024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// They may be well-formed, but a later program wrote them.
-    #[error("written in form {0}, this program reads form {VERSION}")]
+    #[error("{}", version::too_new(*.0, version::newest()))]
     Version(u8),
     /// They are damaged, or were never one of these.
     #[error("malformed: {0}")]
@@ -68,6 +69,7 @@ mod kind {
     pub(super) const BARRIER: u8 = 6;
     pub(super) const UNDO: u8 = 7;
     pub(super) const DOORS: u8 = 8;
+    pub(super) const END: u8 = 9;
 
     pub(super) const ACQUIRE: u8 = 16;
     pub(super) const ENQUEUE: u8 = 17;
@@ -124,6 +126,10 @@ pub fn put_item(out: &mut Vec<u8>, item: &Item<'_>) {
             put_head(out, item, kind::KICK);
             put_u64(out, session.0);
         }
+        Action::End { session } => {
+            put_head(out, item, kind::END);
+            put_u64(out, session.0);
+        }
         Action::Barrier => put_head(out, item, kind::BARRIER),
         Action::Doors(doors) => {
             put_head(out, item, kind::DOORS);
@@ -147,6 +153,7 @@ pub fn take_item<'a>(input: &mut &'a [u8]) -> Result<Item<'a>, Malformed> {
         kind::ATTACH => Action::Attach { secret: take_secret(input)? },
         kind::CLOSE => Action::Close { orderly: take_bool(input)?, referenced: take_bool(input)? },
         kind::KICK => Action::Kick { session: SessionId(take_u64(input)?) },
+        kind::END => Action::End { session: SessionId(take_u64(input)?) },
         kind::BARRIER => Action::Barrier,
         kind::DOORS => Action::Doors(unpack(take_bytes(input)?)?),
         kind::UNDO => Action::Undo(take_undo(input)?),
@@ -565,9 +572,13 @@ pub enum Section<'a> {
     Order(Order),
 }
 
-/// Begins the payload of an entry; sections follow.
-pub fn begin_payload(out: &mut Vec<u8>, stamp: Timestamp) {
-    out.push(VERSION);
+/// Begins the payload of an entry; sections follow. It is of the version that the cluster uses when it is written.
+///
+/// # Panics
+///
+/// If that is above 255.
+pub fn begin_payload(out: &mut Vec<u8>, version: u32, stamp: Timestamp) {
+    out.push(u8::try_from(version).expect("there are few versions"));
     put_u64(out, stamp.0);
 }
 
@@ -767,8 +778,8 @@ pub fn decode_member_change(mut context: &[u8]) -> Result<MemberChange, Malforme
 
 fn take_version(input: &mut &[u8]) -> Result<(), Malformed> {
     match take_u8(input)? {
-        VERSION => Ok(()),
         0 => Err(Malformed::Form("of no version")),
+        known if u32::from(known) <= version::newest() => Ok(()),
         later => Err(Malformed::Version(later)),
     }
 }

@@ -313,6 +313,12 @@ pub(crate) fn change_of(entry: &Entry) -> Option<MemberChange> {
     }
 }
 
+/// What a snapshot made needless.
+pub struct Gone {
+    _entries: VecDeque<Entry>,
+    _data: Bytes,
+}
+
 /// The log since the last cut, and the newest snapshot, in memory: Raft reads from here, the disk only at the start.
 pub(crate) struct Tail {
     pub(crate) hard_state: HardState,
@@ -377,16 +383,20 @@ impl Tail {
     }
 
     /// A snapshot of what is in the log was made; entries up to `cut` go.
-    pub(crate) fn compact(&mut self, metadata: SnapshotMetadata, data: Bytes, cut: u64) {
+    /// Gives what went: to free it takes a moment that others may have to wait for.
+    pub(crate) fn compact(&mut self, metadata: SnapshotMetadata, data: Bytes, cut: u64) -> Gone {
         assert!(metadata.index > self.snapshot.index && cut <= metadata.index, "snapshots grow");
+        let mut entries = VecDeque::new();
         if cut > self.cut.0
             && let Some(term) = self.term_at(cut)
         {
-            self.entries.drain(..position(cut - self.cut.0));
+            let stay = self.entries.split_off(position(cut - self.cut.0));
+            entries = std::mem::replace(&mut self.entries, stay);
             self.cut = (cut, term);
         }
         self.snapshot = metadata;
-        self.snapshot_data = data;
+        let data = std::mem::replace(&mut self.snapshot_data, data);
+        Gone { _entries: entries, _data: data }
     }
 
     /// Whether a newer snapshot was asked for since the last call.

@@ -187,9 +187,13 @@ impl Disk for RealDisk {
     }
 
     fn remove(&mut self, name: &str) -> io::Result<()> {
-        let mut open = self.directory.open.lock();
         fs::remove_file(self.path(name)).map_err(failed("remove", &self.path(name)))?;
-        open.retain(|(known, _)| known != name);
+        let mut open = self.directory.open.lock();
+        let at = open.iter().position(|(known, _)| known == name);
+        let removed = at.map(|at| open.remove(at));
+        // To give the room of a large file back takes long: others must be able to go on.
+        drop(open);
+        drop(removed);
         Ok(())
     }
 

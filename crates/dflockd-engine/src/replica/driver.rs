@@ -1,8 +1,8 @@
 //! Threads around a replica: the only place here that touches disk and sockets.
 //!
 //! Whoever turns to the [`Replica`] has its `Seat`: lets it take all that has come and decide, and hands out what
-//! follows. Then it turns to the `Desk` and writes and syncs all that is there for the log, while others may turn to the
-//! replica: a slow disk stops neither the clock nor the network. `replica` is the thread that does this when time
+//! follows. Then it turns to the `Desk` and writes and syncs all that is there for the log, while others may turn to
+//! the replica: a slow disk stops neither the clock nor the network. `replica` is the thread that does this when time
 //! passes or something takes long; `log` is for a disk that turns out to be slow. A snapshot has a thread of its own
 //! while it is made. Peers are served by the runtime's threads.
 
@@ -15,23 +15,23 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use dflockd_core::{Span, Timestamp};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
 use super::codec::{self, Frame};
-use super::disk::RealDisk;
+use super::disk::{Disk, RealDisk};
 use super::log::{LogBatch, LogOptions, LogStore, Recovered, Room, write_snapshot};
 use super::machine::Machine;
 use super::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
 use super::types::{Bits128, Member, Policy, RaftId, Run, Start};
-use super::{LogWrite, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note};
+use super::{
+    Gone, LogWrite, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note, version,
+};
 use crate::clock::{Clock, unix_nanos};
 use crate::replicated::{Input, Inputs, Replicated};
 use crate::router::Pokes;
 
-/// The newest form of entries and frames this program can read.
-const VERSION: u32 = 1;
 /// Bytes of log after which a snapshot is made.
 const SNAPSHOT_BYTES: u64 = 64 << 20;
 /// Who needs the disk waits for it: to wake another thread for it and be woken again costs about as much as the disk.
@@ -105,6 +105,8 @@ pub(crate) async fn start(
         .map_err(|error| format!("data directory {}: {error}", options.dir.display()))?;
     let (mut log, mut recovered) = LogStore::open(disk.clone(), LogOptions::default())
         .map_err(|error| format!("data directory {}: {error}", options.dir.display()))?;
+    version::check(&recovered)
+        .map_err(|why| format!("data directory {}: {why}", options.dir.display()))?;
     let io = |error: io::Error| format!("data directory {}: {error}", options.dir.display());
 
     let mut who = match recovered.notes.get(WHO) {
@@ -150,7 +152,7 @@ pub(crate) async fn start(
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
-    let desk = Arc::new(Desk::new(log));
+    let desk = Arc::new(Desk::new(log, disk.clone()));
     front.set_desk(&desk);
     let seats = Seats {
         front: Arc::clone(front),
@@ -229,7 +231,7 @@ impl Handler for Gate {
             raft_id: who.raft_id,
             disk: who.disk,
             witness: self.witness,
-            version: VERSION,
+            version: version::newest(),
         }
     }
 
@@ -315,7 +317,7 @@ type Begun = (Replica, Option<(RaftId, Bytes)>);
 enum LogJob {
     Write(LogWrite),
     SnapshotStored(SnapshotMetadata),
-    CutBefore(u64),
+    CutBefore(u64, Option<Gone>),
     Note(Vec<u8>, Vec<u8>),
 }
 
@@ -324,7 +326,7 @@ impl LogJob {
     fn is_heavy(&self) -> bool {
         match self {
             Self::Write(write) => write.snapshot.is_some(),
-            Self::SnapshotStored(_) | Self::CutBefore(_) => true,
+            Self::SnapshotStored(_) | Self::CutBefore(..) => true,
             Self::Note(..) => false,
         }
     }
@@ -334,6 +336,8 @@ impl LogJob {
 pub(crate) struct Desk {
     jobs: Mutex<Vec<LogJob>>,
     kept: Mutex<Kept>,
+    /// The same directory.
+    disk: RealDisk,
     /// For the log's thread.
     came: Condvar,
     /// Until then the disk is slow.
@@ -344,22 +348,16 @@ struct Kept {
     log: Log,
     /// As it was last told.
     room: Room,
-}
-
-/// What came of it.
-#[derive(Default)]
-pub(crate) struct Written {
-    /// Everything up to this number.
-    pub(crate) number: Option<u64>,
-    /// If it has changed.
-    pub(crate) room: Option<Room>,
+    /// To be dropped when nobody waits for it.
+    gone: Option<Gone>,
 }
 
 impl Desk {
-    fn new(log: Log) -> Self {
+    fn new(log: Log, disk: RealDisk) -> Self {
         Self {
             jobs: Mutex::default(),
-            kept: Mutex::new(Kept { log, room: Room::Plenty }),
+            kept: Mutex::new(Kept { log, room: Room::Plenty, gone: None }),
+            disk,
             came: Condvar::new(),
             slow_until: AtomicU64::new(0),
         }
@@ -370,21 +368,22 @@ impl Desk {
         self.jobs.lock().extend(jobs);
     }
 
-    /// Does all that is there, if there is something and this is for who asks and not for somebody else. To be asked
-    /// again after something was done.
-    pub(crate) fn write(&self, front: &Replicated) -> io::Result<Option<Written>> {
+    /// Does all that is there, unless that is for somebody else. Who did something looks again afterwards.
+    pub(crate) fn write(&self, front: &Replicated) -> io::Result<bool> {
         {
             let jobs = self.jobs.lock();
             if jobs.is_empty() {
-                return Ok(None);
+                return Ok(false);
             }
             if !self.is_light(&jobs, front.clock()) {
                 self.came.notify_one();
-                return Ok(None);
+                return Ok(false);
             }
         }
-        let Some(kept) = self.kept.try_lock() else { return Ok(None) };
-        self.work(kept, front).map(Some)
+        match self.kept.try_lock() {
+            Some(mut kept) => self.work(&mut kept, front),
+            None => Ok(false),
+        }
     }
 
     /// Whether somebody should [`write`](Self::write).
@@ -399,9 +398,11 @@ impl Desk {
         !is_slow && !jobs.iter().any(LogJob::is_heavy)
     }
 
-    fn work(&self, mut kept: MutexGuard<'_, Kept>, front: &Replicated) -> io::Result<Written> {
+    /// Does all that is there. True: the replica was told something.
+    fn work(&self, kept: &mut Kept, front: &Replicated) -> io::Result<bool> {
         let (mut number, mut sync) = (None, false);
-        for job in std::mem::take(&mut *self.jobs.lock()) {
+        let jobs = std::mem::take(&mut *self.jobs.lock());
+        for job in jobs {
             match job {
                 LogJob::Write(write) => {
                     number = Some(write.number);
@@ -413,8 +414,11 @@ impl Desk {
                     kept.log.write(&LogBatch { notes, ..LogBatch::default() })?;
                     sync = true;
                 }
-                LogJob::SnapshotStored(metadata) => kept.log.snapshot_stored(&metadata)?,
-                LogJob::CutBefore(index) => kept.log.cut_before(index)?,
+                LogJob::SnapshotStored(metadata) => kept.log.adopt(&metadata)?,
+                LogJob::CutBefore(index, gone) => {
+                    kept.log.retire_before(index)?;
+                    kept.gone = gone;
+                }
             }
         }
         if sync {
@@ -426,8 +430,13 @@ impl Desk {
                 self.slow_until.store((now + SLOW_DISK_PAUSE).0, Ordering::Relaxed);
             }
         }
+        // Before somebody else is at it: what is told later must not be older.
         let room = kept.room_change();
-        Ok(Written { number, room })
+        let is_told = number.is_some() || room.is_some();
+        if is_told {
+            front.written(number, room);
+        }
+        Ok(is_told)
     }
 
     /// What the log's thread does.
@@ -441,9 +450,33 @@ impl Desk {
             if is_idle && kept.room == Room::Low {
                 kept.log.retry_room()?;
             }
-            front.written(self.work(kept, front)?);
+            let is_told = self.work(&mut kept, front)?;
+            drop(kept);
+            if is_told {
+                front.stir();
+            }
+            self.tidy_up()?;
         }
         self.kept.lock().log.sync()
+    }
+
+    /// Removes what is not needed any more, while others go on.
+    fn tidy_up(&self) -> io::Result<()> {
+        let (litter, gone) = {
+            let mut kept = self.kept.lock();
+            (kept.log.take_litter(), kept.gone.take())
+        };
+        drop(gone);
+        if litter.is_empty() {
+            return Ok(());
+        }
+        let mut disk = self.disk.clone();
+        for name in litter {
+            disk.remove(&name)?;
+            disk.sync_dir()?;
+        }
+        self.kept.lock().log.swept();
+        Ok(())
     }
 
     /// Calls the log's thread.
@@ -559,7 +592,7 @@ impl Seats {
             start: Start {
                 disk: who.disk,
                 client_addr: options.client_addr.clone(),
-                version: VERSION,
+                version: version::newest(),
                 witness: options.witness,
             },
             snapshot_entries: options.snapshot_entries,
@@ -621,7 +654,8 @@ impl Seats {
         self.front.set_status(replica.status());
         if let Some(index) = outputs.cut_before.take() {
             let metadata = replica.snapshot_metadata().clone();
-            self.desk.put([LogJob::SnapshotStored(metadata), LogJob::CutBefore(index)]);
+            let gone = outputs.gone.take();
+            self.desk.put([LogJob::SnapshotStored(metadata), LogJob::CutBefore(index, gone)]);
         }
         if let Some(job) = outputs.snapshot_job.take() {
             let (front, disk) = (Arc::clone(&self.front), self.disk.clone());
@@ -636,6 +670,10 @@ impl Seats {
 
 fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) {
     let bomb = Bomb::new(front);
+    // Nobody waits for it. This is for one thread on Linux, and for the whole process elsewhere.
+    if cfg!(target_os = "linux") {
+        let _ = rustix::process::nice(10);
+    }
     match job.run() {
         Err(why) => front.fail(format!("a snapshot can not be made: {why}")),
         Ok(made) => match write_snapshot(&mut disk, &made.metadata, &made.data) {

@@ -86,7 +86,7 @@ impl Replica {
     pub(super) fn propose_order(&mut self, order: &Order) -> Option<u64> {
         let stamp = self.cluster_time()?;
         let mut payload = Vec::new();
-        codec::begin_payload(&mut payload, stamp);
+        codec::begin_payload(&mut payload, self.machine.version(), stamp);
         codec::put_order(&mut payload, order);
         if !self.consensus.propose(vec![payload.into()]) {
             return None;
@@ -157,7 +157,7 @@ impl Replica {
     pub(super) fn payloads(&self, stamp: Timestamp, orders: &[Order]) -> Vec<Bytes> {
         let mut payloads = Vec::new();
         let mut payload = Vec::new();
-        codec::begin_payload(&mut payload, stamp);
+        codec::begin_payload(&mut payload, self.machine.version(), stamp);
         for order in orders {
             codec::put_order(&mut payload, order);
         }
@@ -168,7 +168,7 @@ impl Replica {
                     || payload.len() + batch.bytes.len() > BATCH_BYTES_MAX)
             {
                 payloads.push(Bytes::from(std::mem::take(&mut payload)));
-                codec::begin_payload(&mut payload, stamp);
+                codec::begin_payload(&mut payload, self.machine.version(), stamp);
                 items = 0;
             }
             items += u32::from(batch.count);

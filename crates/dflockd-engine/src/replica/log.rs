@@ -147,13 +147,20 @@ const REMEDY: &str = "this node can not go on with it: remove the node from the 
 /// How a log is kept.
 #[derive(Clone, Debug)]
 pub struct LogOptions {
-    /// The size of a segment file. Those that exist keep theirs.
+    /// The size of a segment file. Those that exist keep theirs, which must not be smaller: that would be damage.
     pub segment_bytes: u64,
 }
 
 impl Default for LogOptions {
     fn default() -> Self {
         Self { segment_bytes: 16 << 20 }
+    }
+}
+
+impl LogOptions {
+    fn segment_bytes(&self) -> u64 {
+        let whole = self.segment_bytes.next_multiple_of(SECTOR_BYTES as u64);
+        whole.clamp(4 * SECTOR_BYTES as u64, SEGMENT_BYTES_MAX)
     }
 }
 
@@ -252,6 +259,8 @@ pub struct LogStore<D> {
     /// The sectors of a block; kept for its memory.
     block: Vec<u8>,
     snapshot: Option<KnownSnapshot>,
+    /// Files that are not needed any more, in the order in which they must go.
+    litter: VecDeque<String>,
     cut: CutMark,
     /// What went wrong first.
     failed: Option<String>,
@@ -308,13 +317,9 @@ enum CutMark {
 impl<D: Disk> LogStore<D> {
     /// Reads what is there, judges it, and goes on behind it. An empty directory becomes an empty log.
     pub fn open(disk: D, options: LogOptions) -> Result<(Self, Recovered), OpenError> {
+        let segment_bytes = options.segment_bytes();
         // Nothing is changed before all of it is found to be good.
-        let found = recovery::read(&disk)?;
-        let segment_bytes = options
-            .segment_bytes
-            .next_multiple_of(SECTOR_BYTES as u64)
-            .clamp(4 * SECTOR_BYTES as u64, SEGMENT_BYTES_MAX);
-        match found {
+        match recovery::read(&disk, segment_bytes)? {
             Some(found) => Self::resume(disk, segment_bytes, found),
             None => Self::begin(disk, segment_bytes),
         }
@@ -338,6 +343,7 @@ impl<D: Disk> LogStore<D> {
             disk,
             segment_bytes,
             closed: VecDeque::new(),
+            litter: VecDeque::new(),
             active: nowhere,
             reserve: Reserve::Filling { bytes: 0, low: false },
             tip,
@@ -410,6 +416,7 @@ impl<D: Disk> LogStore<D> {
             disk,
             segment_bytes,
             closed: found.closed,
+            litter: VecDeque::new(),
             active: Active { name, salt: found.salt, offset, bytes, used },
             reserve: Reserve::Filling { bytes: 0, low: false },
             tip: found.tip,
@@ -498,11 +505,41 @@ impl<D: Disk> LogStore<D> {
         self.snapshot_stored(metadata)
     }
 
-    /// A snapshot of what is in the log was stored by [`write_snapshot`]: older ones can go.
+    /// A snapshot of what is in the log was stored by [`write_snapshot`]: older ones go.
     pub fn snapshot_stored(&mut self, metadata: &SnapshotMetadata) -> io::Result<()> {
+        self.adopt(metadata)?;
+        self.sweep()
+    }
+
+    /// The same, but older ones become [litter](Self::take_litter).
+    pub fn adopt(&mut self, metadata: &SnapshotMetadata) -> io::Result<()> {
         self.check_usable()?;
         self.check_covered(metadata)?;
         self.guard(|log| log.adopt_snapshot(metadata.index))
+    }
+
+    /// What is not needed any more. To be removed file by file, each removal durable before the next, outside of the
+    /// log: to give room back takes the file system long. [`swept`](Self::swept) follows.
+    pub fn take_litter(&mut self) -> VecDeque<String> {
+        std::mem::take(&mut self.litter)
+    }
+
+    /// Files were removed: there may be room again.
+    pub fn swept(&mut self) {
+        self.expect_room();
+    }
+
+    /// Removes what is not needed any more.
+    fn sweep(&mut self) -> io::Result<()> {
+        self.check_usable()?;
+        self.guard(|log| {
+            while let Some(name) = log.litter.pop_front() {
+                log.disk.remove(&name)?;
+                log.disk.sync_dir()?;
+                log.expect_room();
+            }
+            Ok(())
+        })
     }
 
     /// Stores a snapshot that came from elsewhere, and lets the log go on behind it: all entries so far are void.
@@ -523,26 +560,27 @@ impl<D: Disk> LogStore<D> {
         self.guard(|log| {
             log.reset(metadata)?;
             log.adopt_snapshot(metadata.index)
-        })
+        })?;
+        self.sweep()
     }
 
     /// Removes segments in which everything is below `index`, but nothing that the snapshot does not cover.
     pub fn cut_before(&mut self, index: u64) -> io::Result<()> {
+        self.retire_before(index)?;
+        self.sweep()
+    }
+
+    /// The same, but they become [litter](Self::take_litter).
+    pub fn retire_before(&mut self, index: u64) -> io::Result<()> {
         self.check_usable()?;
         let covered = self.snapshot.map_or(0, |snapshot| snapshot.index);
-        self.guard(|log| {
-            while let Some(oldest) = log.closed.front()
-                && oldest.last_index < index
-                && oldest.last_index <= covered
-            {
-                log.disk.remove(&segment_name(oldest.number))?;
-                // One by one: if a later removal were durable and an earlier one not, there would be a gap.
-                log.disk.sync_dir()?;
-                log.closed.pop_front();
-                log.expect_room();
-            }
-            Ok(())
-        })
+        let is_old =
+            |oldest: &mut Closed| oldest.last_index < index && oldest.last_index <= covered;
+        // The oldest first: if a later removal were durable and an earlier one not, there would be a gap.
+        while let Some(oldest) = self.closed.pop_front_if(is_old) {
+            self.litter.push_back(segment_name(oldest.number));
+        }
+        Ok(())
     }
 
     /// Whether new work can be accepted.
@@ -802,18 +840,19 @@ impl<D: Disk> LogStore<D> {
         Ok(())
     }
 
-    /// Takes note of a stored snapshot, and removes all but the newest.
+    /// Takes note of a stored snapshot. All but the newest are litter.
     fn adopt_snapshot(&mut self, index: u64) -> io::Result<()> {
         let newest = index.max(self.snapshot.map_or(0, |snapshot| snapshot.index));
         let bytes = self.disk.len(&snapshot::file_name(newest))?;
         self.snapshot = Some(KnownSnapshot { index: newest, bytes });
         for name in self.disk.list()? {
-            if snapshot::index_of(&name).is_some_and(|index| index < newest) {
-                self.disk.remove(&name)?;
-                self.expect_room();
+            if snapshot::index_of(&name).is_some_and(|index| index < newest)
+                && !self.litter.contains(&name)
+            {
+                self.litter.push_back(name);
             }
         }
-        self.disk.sync_dir()
+        Ok(())
     }
 }
 

@@ -18,12 +18,13 @@ use super::types::{
     Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, RaftId, Run,
     Start,
 };
+use super::version;
 
 /// How long a kept session waits for a new connection at least.
 const KEPT_FOR: Span = Span::from_secs(10);
 
-/// The byte form of the whole machine.
-const VERSION: u8 = 2;
+/// The byte form of the whole machine in a cluster of the first version; each later version has the next one.
+const FIRST_FORM: u8 = 2;
 
 /// The replicated state of one member.
 pub struct Machine {
@@ -170,7 +171,7 @@ impl Machine {
     /// If memory runs out.
     #[must_use]
     pub fn snapshot(&self) -> Vec<u8> {
-        let registry = postcard::to_extend(&self.registry, vec![VERSION]);
+        let registry = postcard::to_extend(&self.registry, vec![form(self.version())]);
         let registry = registry.expect("memory is all it needs");
         let mut bytes = postcard::to_extend(&self.added, registry).expect("likewise");
         match &self.store {
@@ -189,12 +190,13 @@ impl Machine {
     ///
     /// If the bytes are not such a state.
     pub fn restore(bytes: &[u8], witness: bool) -> Result<Self, String> {
-        let Some((&version @ 1..=VERSION, rest)) = bytes.split_first() else {
-            return Err("a snapshot of an unknown version".into());
+        check_form(bytes)?;
+        let Some((&form, rest)) = bytes.split_first() else {
+            return Err("a snapshot that ends too early".into());
         };
         let malformed = |error| format!("the registry of a snapshot: {error}");
         let (registry, rest) = postcard::take_from_bytes::<Registry>(rest).map_err(malformed)?;
-        let (added, rest) = match version {
+        let (added, rest) = match form {
             1 => (Added::default(), rest),
             _ => postcard::take_from_bytes(rest).map_err(malformed)?,
         };
@@ -453,8 +455,13 @@ impl Machine {
                 }
             }
             Order::Version { version } => {
-                self.added.version = self.version().max(version);
-                events.push(Event::PolicyChanged);
+                // Members may have come or gone back to an older program since it was proposed.
+                let versions = &self.added.versions;
+                let reads = |id| versions.get(id).is_some_and(|newest| *newest >= version);
+                if self.registry.members.keys().all(reads) {
+                    self.added.version = self.version().max(version);
+                    events.push(Event::PolicyChanged);
+                }
             }
         }
     }
@@ -516,7 +523,8 @@ impl Machine {
                     self.close(session, orderly, referenced, events);
                 }
             }
-            Action::Kick { session: kicked } => self.kick(caller, kicked, events),
+            Action::Kick { session: ended } => self.end(caller, ended, true, events),
+            Action::End { session: ended } => self.end(caller, ended, false, events),
             Action::Barrier => reply(caller, Outcome::Done, events),
             Action::Doors(doors) => {
                 if self.added.doors.get(&raft_id) != Some(&doors) {
@@ -632,18 +640,20 @@ impl Machine {
         self.run_store(of(session), Command::Detach { until }, events);
     }
 
-    fn kick(&mut self, caller: Caller, kicked: SessionId, events: &mut Vec<Event>) {
+    /// Ends a session, for an operator (`forced`) or for its client.
+    fn end(&mut self, caller: Caller, ended: SessionId, forced: bool, events: &mut Vec<Event>) {
         let known =
-            self.store.as_ref().is_some_and(|store| !store.session_ids(kicked..=kicked).is_empty());
+            self.store.as_ref().is_some_and(|store| !store.session_ids(ended..=ended).is_empty());
         if known {
-            let command = Command::EndSession { release: true, forced: true };
-            self.run_store(of(kicked), command, events);
-            if self.registry.kept.contains_key(&kicked) {
-                self.forget_kept(kicked);
+            let policy = self.registry.policy.as_ref().map(|policy| policy.auto_release);
+            let release = forced || policy != Some(AutoRelease::Lease);
+            self.run_store(of(ended), Command::EndSession { release, forced }, events);
+            if self.registry.kept.contains_key(&ended) {
+                self.forget_kept(ended);
             } else {
-                self.registry.dead.insert(kicked);
+                self.registry.dead.insert(ended);
             }
-            events.push(Event::Kicked { session: kicked });
+            events.push(Event::Kicked { session: ended });
         }
         let outcome = if known { Outcome::Done } else { Outcome::Refused(Refusal::NotHeld) };
         reply(caller, outcome, events);
@@ -674,6 +684,22 @@ impl Machine {
     }
 }
 
+/// The form of a snapshot in a cluster of some version.
+fn form(version: u32) -> u8 {
+    let later = u8::try_from(version.saturating_sub(1)).expect("there are few versions");
+    FIRST_FORM + later
+}
+
+/// Whether this program reads a snapshot, as far as its first byte tells.
+pub(super) fn check_form(bytes: &[u8]) -> Result<(), String> {
+    let known = form(version::newest());
+    match bytes.first() {
+        Some(&form) if form > known => Err(version::too_new(form, known.into())),
+        Some(0) => Err("a snapshot of no form".into()),
+        Some(_) | None => Ok(()),
+    }
+}
+
 /// The caller of commands that nobody sent.
 const NOBODY: Caller = of(SessionId(0));
 
@@ -695,7 +721,7 @@ mod tests {
 
     fn apply(machine: &mut Machine, stamp: u64, put: impl Fn(&mut Vec<u8>)) -> Vec<Event> {
         let mut payload = Vec::new();
-        codec::begin_payload(&mut payload, Timestamp(stamp));
+        codec::begin_payload(&mut payload, 1, Timestamp(stamp));
         put(&mut payload);
         let mut events = Vec::new();
         machine.apply(&payload, &mut events).expect("it was just made");
@@ -726,26 +752,47 @@ mod tests {
         Machine::restore(&machine.snapshot(), false).expect("it was just written")
     }
 
-    #[test]
-    fn versions_are_told_and_only_grow() {
-        let mut machine = machine();
-        assert_eq!((machine.version(), machine.versions().len()), (1, 0));
-        let run = Run::new(1, 1);
-        apply(&mut machine, 2, |payload| {
-            let start = Start { disk: 5, client_addr: String::new(), version: 3, witness: false };
+    fn start(machine: &mut Machine, stamp: u64, raft_id: RaftId, starts: u32, version: u32) {
+        apply(machine, stamp, |payload| {
+            let start = Start { disk: 5, client_addr: String::new(), version, witness: false };
             let action = Action::Start(start);
             let session = SessionId(0);
             let request = RequestId(0);
             let mut bytes = Vec::new();
             codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+            let run = Run::new(raft_id, starts);
             codec::Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }.put(payload);
         });
-        assert_eq!(machine.versions(), &BTreeMap::from([(1, 3)]));
-        let events = order(&mut machine, 3, &Order::Version { version: 3 });
+    }
+
+    /// GUARANTEES 42: all use a version from one place of the log on, and only if all read it there.
+    #[test]
+    fn a_version_is_used_when_all_read_it() {
+        // Above what this program reads, because it would go unnoticed otherwise: so there is no snapshot of it here.
+        let version = version::newest() + 1;
+        let mut machine = machine();
+        assert_eq!((machine.version(), machine.versions().len()), (1, 0));
+        start(&mut machine, 2, 1, 1, version);
+        assert_eq!(machine.versions(), &BTreeMap::from([(1, version)]));
+        let raise = Order::Version { version };
+        assert_eq!(order(&mut machine, 3, &raise), [], "one has not said what it reads");
+        start(&mut machine, 4, 2, 1, version - 1);
+        assert_eq!(order(&mut machine, 5, &raise), [], "one does not read it");
+        start(&mut machine, 6, 2, 2, version);
+        start(&mut machine, 7, 1, 2, version - 1);
+        assert_eq!(order(&mut machine, 8, &raise), [], "one went back to an older program");
+        start(&mut machine, 9, 1, 3, version);
+        assert_eq!((machine.version(), again(&machine).version()), (1, 1));
+        assert_eq!(machine.snapshot()[0], FIRST_FORM);
+
+        let events = order(&mut machine, 10, &raise);
         assert!(events.contains(&Event::PolicyChanged), "whoever knows less must stop");
-        order(&mut machine, 4, &Order::Version { version: 2 });
-        let machine = again(&machine);
-        assert_eq!((machine.version(), machine.versions()[&1]), (3, 3));
+        order(&mut machine, 10, &Order::Version { version: version - 1 });
+        assert_eq!(machine.version(), version, "it only grows");
+        let snapshot = machine.snapshot();
+        assert_eq!(snapshot[0], FIRST_FORM + 1);
+        let why = Machine::restore(&snapshot, false).err().unwrap();
+        assert!(why.contains("newer server") && why.contains("form 3"), "{why}");
     }
 
     #[test]
@@ -771,5 +818,54 @@ mod tests {
         assert!(machine.was_removed(1) && machine.run_of(1).is_none());
         assert!(machine.next_deadline().is_some(), "grants begin later");
         assert_eq!(machine.next_raft_id(), 3);
+    }
+
+    /// GUARANTEES R8: whoever ends a session has not lost a connection. All it has goes, whatever the policy says about
+    /// the end of connections.
+    #[test]
+    fn a_session_that_is_ended_releases_all() {
+        let mut machine = machine();
+        let policy = machine.policy().cloned().expect("it has begun");
+        let policy = Box::new(Policy { auto_release: AutoRelease::Lease, ..policy });
+        order(&mut machine, 2, &Order::Policy(policy));
+        start(&mut machine, 3, 1, 1, 1);
+        let run = Run::new(1, 1);
+        let mut seq = 1;
+        let mut send = |session, action| {
+            seq += 1;
+            let item = Item { session, epoch: 0, request: RequestId(seq), keep: false, action };
+            apply(&mut machine, 3 + seq, |payload| {
+                let mut bytes = Vec::new();
+                codec::put_item(&mut bytes, &item);
+                codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() }.put(payload);
+            })
+        };
+        let acquire = |key, seconds| {
+            let (wait, lease) = (Span::from_secs(seconds), Some(Span::from_secs(600)));
+            let mode = dflockd_core::Mode::Mutex;
+            Action::Command(Command::Acquire { key, mode, wait, lease, salt: 7 })
+        };
+        let granted = |events: &[Event], to| {
+            let is_grant = |event: &Event| {
+                matches!(event, Event::Effect(Effect::Reply { session, outcome: Outcome::Granted(_), .. })
+                    if *session == to)
+            };
+            events.iter().any(is_grant)
+        };
+        let [ended, other, line] = [1, 2, 3].map(|number| run.session(number));
+        send(ended, Action::Keep { secret: [3; 16] });
+        assert!(granted(&send(ended, acquire(b"mine", 0)), ended));
+        assert!(granted(&send(other, acquire(b"theirs", 0)), other));
+        assert!(!granted(&send(ended, acquire(b"theirs", 600)), ended), "it waits");
+        assert!(!granted(&send(other, acquire(b"mine", 600)), other), "it waits");
+        let events = send(other, Action::Kick { session: ended });
+        assert!(granted(&events, other), "the lock is free: {events:?}");
+        assert!(events.contains(&Event::Kicked { session: ended }));
+        // The end of a connection is another thing.
+        assert!(granted(&send(line, acquire(b"line", 0)), line));
+        send(line, Action::Close { orderly: true, referenced: false });
+        assert!(!granted(&send(other, acquire(b"line", 0)), other), "it stays");
+        let store = machine.store().expect("it has begun");
+        assert!(store.session_ids(ended..=ended).is_empty(), "its waits have ended");
     }
 }

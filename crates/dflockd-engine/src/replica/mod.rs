@@ -24,6 +24,7 @@ pub mod offline;
 mod transfer;
 pub mod transport;
 pub mod types;
+pub mod version;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -37,8 +38,8 @@ use ring::digest;
 
 use self::admin::{AdminRequest, AdminResult, Admins};
 use self::codec::{Batch, Frame};
-pub use self::consensus::RaftConfig;
 use self::consensus::{Consensus, Tail, change_of};
+pub use self::consensus::{Gone, RaftConfig};
 use self::log::{LogBatch, Recovered};
 use self::machine::{Event, Machine};
 use self::transfer::{Complete, Transfers};
@@ -177,6 +178,8 @@ pub struct Outputs {
     pub snapshot_job: Option<SnapshotJob>,
     /// The log before this index is no longer needed.
     pub cut_before: Option<u64>,
+    /// To be dropped by somebody who has the time.
+    pub gone: Option<Gone>,
     /// The whole state for those who asked for a copy: by the number of the request.
     pub copies: Vec<(u64, StateCopy)>,
     /// The node can not go on.
@@ -672,7 +675,7 @@ impl Replica {
         let cut = cut.max(self.consensus.tail().first() - 1).min(index);
         let since = self.consensus.tail().slice(index + 1, self.applied + 1);
         self.bytes_since_snapshot = since.map(|entry| entry.data.len() as u64).sum();
-        self.consensus.tail_mut().compact(metadata, data, cut);
+        outputs.gone = Some(self.consensus.tail_mut().compact(metadata, data, cut));
         outputs.cut_before = Some(cut + 1);
         self.digests.insert(index, digest);
         while self.digests.len() > 8 {
@@ -842,6 +845,11 @@ impl Replica {
         let others = self.machine.members().keys().filter(|&&id| id != self.id());
         let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
         others.filter_map(lag).collect()
+    }
+
+    /// The newest cluster time that was seen here.
+    pub(crate) fn time_seen(&self) -> Timestamp {
+        self.time_seen
     }
 
     /// The index and term of each entry in memory, for those who check that logs agree.
@@ -1050,7 +1058,7 @@ impl Replica {
             self.handle_event(event);
         }
         self.events = events;
-        for (origin, id, result) in self.admins.applied(entry.index, entry.term, change.is_some()) {
+        for (origin, id, result) in self.admins.applied(entry, change.is_some(), &self.machine) {
             self.answer_admin(origin, id, result, outputs);
         }
         self.forget_applied();
@@ -1221,7 +1229,7 @@ impl Replica {
                 data: data.clone(),
                 install: false,
             });
-            self.consensus.tail_mut().compact(metadata, data, index);
+            drop(self.consensus.tail_mut().compact(metadata, data, index));
         }
     }
 
@@ -1318,6 +1326,7 @@ pub(crate) fn grows(action: &Action<'_>) -> bool {
         | Action::Attach { .. }
         | Action::Close { .. }
         | Action::Kick { .. }
+        | Action::End { .. }
         | Action::Barrier
         | Action::Doors(_) => false,
     }

@@ -178,10 +178,15 @@ pub fn force_new(dir: &Path, delay_min: Span, dry_run: bool) -> Result<Begun, St
     if !dir.is_dir() {
         return Err(format!("{} is no directory", dir.display()));
     }
+    let nothing = || format!("{} holds no member of a cluster", dir.display());
+    // To open it would make a log where there is none.
+    let names = Looker(dir.to_owned()).list().map_err(|error| failed(dir, &error))?;
+    if !names.iter().any(|name| name.starts_with("log-") || name.starts_with("snapshot-")) {
+        return Err(nothing());
+    }
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
     let (mut log, recovered) = LogStore::open(disk, LogOptions::default())
         .map_err(|error| format!("{}: {error}", dir.display()))?;
-    let nothing = || format!("{} holds no member of a cluster", dir.display());
     let who = recovered.notes.get(WHO).ok_or_else(nothing)?;
     let who: Who = codec::unpack(who).map_err(|error| format!("the node's identity: {error}"))?;
     let snapshot = recovered.snapshot.ok_or_else(nothing)?;
@@ -328,7 +333,10 @@ pub fn describe(entry: &raft::eraftpb::Entry) -> String {
     if entry.data.is_empty() {
         return "empty, the first of a term".into();
     }
-    let Ok(stamp) = codec::stamp_of(&entry.data) else { return "not readable".into() };
+    let stamp = match codec::stamp_of(&entry.data) {
+        Ok(stamp) => stamp,
+        Err(error) => return format!("not readable: {error}"),
+    };
     let mut parts =
         vec![format!("at {:.3}s", std::time::Duration::from_nanos(stamp.0).as_secs_f64())];
     for section in codec::sections(&entry.data) {
@@ -370,6 +378,7 @@ fn action_name(action: &Action<'_>) -> &'static str {
         Action::Attach { .. } => "attach",
         Action::Close { .. } => "close",
         Action::Kick { .. } => "end-session",
+        Action::End { .. } => "end",
         Action::Barrier => "barrier",
         Action::Doors(_) => "doors",
     }

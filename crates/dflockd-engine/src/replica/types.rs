@@ -99,6 +99,11 @@ pub enum Action<'a> {
         /// Which.
         session: SessionId,
     },
+    /// The client of a kept session ends it: a disconnect after which nobody comes back.
+    End {
+        /// Which.
+        session: SessionId,
+    },
     /// Nothing; answered when everything before it is applied.
     Barrier,
     /// Where else clients find the node.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use raft::eraftpb::{Entry, HardState, SnapshotMetadata};
 
 use super::recovery::{self, Replay, Tail, read_segment};
-use super::{OpenError, read_snapshot, segment_of, snapshot};
+use super::{LogOptions, OpenError, read_snapshot, segment_of, snapshot};
 use crate::replica::disk::Disk;
 
 /// What was found.
@@ -78,7 +78,7 @@ pub fn inspect<D: Disk>(disk: &D) -> std::io::Result<Inspection> {
         let metadata = read.map(|read| read.metadata).map_err(|error| brief(&error).1);
         snapshots.push(SnapshotReport { file: name.clone(), bytes: disk.len(name)?, metadata });
     }
-    let log = recovery::read(disk).map(|found| {
+    let log = recovery::read(disk, LogOptions::default().segment_bytes()).map(|found| {
         found.map(|found| LogReport {
             cut: found.cut_marked || !found.torn.is_empty(),
             last: (found.tip.last.index, found.tip.last.term),
@@ -101,7 +101,7 @@ fn segment<D: Disk>(disk: &D, name: &str, number: u64) -> std::io::Result<Segmen
         end: "open",
         damage: None,
     };
-    let read = match read_segment(disk, number) {
+    let read = match read_segment(disk, number, LogOptions::default().segment_bytes()) {
         Ok(read) => read,
         Err(error) => {
             report.damage = Some(brief(&error));

@@ -42,8 +42,8 @@ pub(super) struct Unclosed {
     pub(super) sector: Vec<u8>,
 }
 
-/// `None`: there is no log yet.
-pub(super) fn read<D: Disk>(disk: &D) -> Result<Option<Found>, OpenError> {
+/// `None`: there is no log yet. No segment was ever shorter than `segment_bytes`.
+pub(super) fn read<D: Disk>(disk: &D, segment_bytes: u64) -> Result<Option<Found>, OpenError> {
     let names = disk.list()?;
     let newest = names.iter().filter_map(|name| snapshot::index_of(name)).max();
     let snapshot = newest.map(|index| read_snapshot(disk, index)).transpose()?;
@@ -57,7 +57,7 @@ pub(super) fn read<D: Disk>(disk: &D) -> Result<Option<Found>, OpenError> {
         return Ok(None);
     };
 
-    let segment = read_segment(disk, first)?;
+    let segment = read_segment(disk, first, segment_bytes)?;
     let mut replay = Replay::new(segment.header.clone());
     let mut scanned = replay.scan(&segment)?;
     let mut last = segment;
@@ -67,7 +67,7 @@ pub(super) fn read<D: Disk>(disk: &D) -> Result<Option<Found>, OpenError> {
         if number != last.header.segment + 1 {
             return Err(damaged(&segment_name(last.header.segment + 1), 0, "the file is missing"));
         }
-        let segment = read_segment(disk, number)?;
+        let segment = read_segment(disk, number, segment_bytes)?;
         check_continued(&replay.tip, &last, &scanned, &segment)?;
         closed.push_back(Closed {
             number: last.header.segment,
@@ -127,16 +127,25 @@ pub(super) struct Segment {
     salt: u32,
 }
 
-pub(super) fn read_segment<D: Disk>(disk: &D, number: u64) -> Result<Segment, OpenError> {
+pub(super) fn read_segment<D: Disk>(
+    disk: &D,
+    number: u64,
+    segment_bytes: u64,
+) -> Result<Segment, OpenError> {
     let name = segment_name(number);
-    let len = disk.len(&name)?;
-    let len = usize::try_from(len)
+    let bytes = disk.len(&name)?;
+    let len = usize::try_from(bytes)
         .ok()
-        .filter(|_| len <= SEGMENT_BYTES_MAX)
-        .ok_or_else(|| damaged(&name, 0, format!("{len} bytes are too many for a segment")))?;
+        .filter(|_| bytes <= SEGMENT_BYTES_MAX)
+        .ok_or_else(|| damaged(&name, 0, format!("{bytes} bytes are too many for a segment")))?;
+    if bytes < segment_bytes {
+        // It had its size before it got its name: no interrupted write looks like that.
+        let what = format!("the file ends here, although it had {segment_bytes} bytes");
+        return Err(damaged(&name, len, what));
+    }
     let mut bytes = vec![0; len];
     disk.read(&name, 0, &mut bytes)?;
-    // What a file lacks at its end was never written, like zeros.
+    // A segment grows for a block that is too large for it. What that lacks at its end was never written, like zeros.
     bytes.resize(len.next_multiple_of(SECTOR_BYTES), 0);
     let ReadHeader { header, bytes: header_bytes, salt } =
         Header::decode(&bytes).map_err(|error| match error {

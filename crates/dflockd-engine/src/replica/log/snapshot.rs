@@ -20,7 +20,7 @@ const FIXED_BYTES: usize = 60;
 const DIGEST_BYTES: usize = 32;
 
 /// So much is written before it is synced: one sync of a large snapshot would keep the disk from the log for too long.
-const CHUNK_BYTES: usize = 4 << 20;
+const CHUNK_BYTES: usize = 512 << 10;
 
 /// A snapshot as it was found on disk.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,0 +1,75 @@
+//! Versions of what stands in the log and in snapshots: how a cluster goes from one program to the next.
+//!
+//! A program reads every version up to its newest, and says that number when it starts. The cluster uses one that all
+//! members read, until an operator raises it ([`AdminRequest::Finalize`]); that is an entry of the log, so all go over
+//! at the same place. Each entry begins with the version in force when it was written, and a snapshot with a form that
+//! belongs to it. So nothing is written that a member can not read, every member can go back to the program it had
+//! until the version is raised, and a program that is too old stops at the first byte that is too new for it.
+//!
+//! Whoever adds a form raises [`NEWEST`], and writes the new form only if [`Machine::version`] has reached it.
+//!
+//! [`AdminRequest::Finalize`]: super::admin::AdminRequest::Finalize
+//! [`Machine::version`]: super::machine::Machine::version
+
+use std::sync::OnceLock;
+
+use raft::eraftpb::{Entry, EntryType};
+
+use super::codec;
+use super::log::Recovered;
+use super::machine;
+
+/// The newest version of which this program knows what it means.
+pub const NEWEST: u32 = 1;
+
+/// For tests of upgrades, and for nothing else: the version up to which this process says it reads. One above
+/// [`NEWEST`] stands for the next program, whose forms are those of this one under the next number.
+pub const PRETENDED: &str = "DFLOCKD_CLUSTER_VERSION_MAX";
+
+/// The newest version that this process reads.
+#[must_use]
+pub fn newest() -> u32 {
+    static READS: OnceLock<u32> = OnceLock::new();
+    *READS.get_or_init(|| {
+        let pretended = std::env::var(PRETENDED).ok().and_then(|value| value.parse().ok());
+        match pretended.filter(|version| (1..=NEWEST + 1).contains(version)) {
+            Some(version) => {
+                tracing::warn!(version, "{PRETENDED} is set, which is for tests of upgrades only");
+                version
+            }
+            None => NEWEST,
+        }
+    })
+}
+
+/// Says that something was written by a program that is newer than this one.
+pub(super) fn too_new(form: u8, known: u32) -> String {
+    format!(
+        "written in form {form} by a newer server, this one reads forms up to {known}; start the newer one: after \
+         `cluster finalize` there is no way back"
+    )
+}
+
+/// The version of an entry, if it has one: the first of a term is empty.
+#[must_use]
+pub fn of_entry(entry: &Entry) -> Option<u8> {
+    let ours = match entry.entry_type {
+        EntryType::EntryNormal => &entry.data,
+        EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => &entry.context,
+    };
+    ours.first().copied()
+}
+
+/// Whether this program reads all that it finds in its data directory. To be asked before anything is written there.
+pub(super) fn check(recovered: &Recovered) -> Result<(), String> {
+    if let Some(snapshot) = &recovered.snapshot {
+        machine::check_form(&snapshot.data)?;
+    }
+    for entry in &recovered.entries {
+        if let Some(version) = of_entry(entry).filter(|version| u32::from(*version) > newest()) {
+            let error = codec::Malformed::Version(version);
+            return Err(format!("entry {}: {error}", entry.index));
+        }
+    }
+    Ok(())
+}
