@@ -8,6 +8,7 @@
 mod calls;
 mod streams;
 
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,14 +16,16 @@ use std::time::Duration;
 
 use dflockd_wire::grpc::sessions_client::SessionsClient;
 use dflockd_wire::grpc::{
-    AttachRequest, CloseRequest, ErrorInfo, KeepAliveRequest, LostReason, OpenRequest, Reason,
+    AttachRequest, CancelRequest, CloseRequest, ErrorInfo, KeepAliveRequest, LostReason,
+    OpenRequest, Reason,
 };
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, Push, Request, Response, Unit};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use prost::Message;
 use prost::bytes::Bytes;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -39,6 +42,9 @@ const VALUE_BYTES_MAX: usize = 1024 * 1024;
 const TTL: Duration = Duration::from_millis(10_007);
 /// Calls that may wait at a time. A server takes 1,024 calls of a connection; the others must not wait for these.
 const WAITS_MAX: usize = 900;
+/// A call may overtake another one, so what is to be withdrawn is asked for again, after this and then less often.
+const CANCEL_AGAIN: Duration = Duration::from_millis(20);
+const CANCEL_AGAIN_MAX: Duration = Duration::from_secs(1);
 /// The words that this transport can do.
 const WORDS: [&str; 5] = ["mux", "ms", "fence", "lost", "lease-status"];
 
@@ -206,8 +212,12 @@ struct Conversation {
     bound: bool,
     tasks: JoinSet<()>,
     waits: Arc<Semaphore>,
+    /// Calls that may wait and are not answered yet, by their numbers, and who says that they are not wanted any more.
+    waiting: Waiting,
     said: mpsc::UnboundedSender<Said>,
 }
+
+type Waiting = Arc<Mutex<HashMap<u64, Arc<Notify>>>>;
 
 /// Serves one end of the pipe until either side ends.
 async fn talk(channel: Channel, mut pipe: DuplexStream) {
@@ -222,6 +232,7 @@ async fn talk(channel: Channel, mut pipe: DuplexStream) {
         bound: false,
         tasks: JoinSet::new(),
         waits: Arc::new(Semaphore::new(WAITS_MAX)),
+        waiting: Waiting::default(),
         said,
     };
     let mut input = Vec::new();
@@ -304,15 +315,34 @@ impl Conversation {
                 self.api.acknowledged.fetch_max(up_to, Ordering::Relaxed);
                 self.say(number, &Response::Ok);
             }
-            // No call withdraws another one: it goes on, and what it brings is given back.
-            Ok(Request::Cancel { .. }) => self.say(number, &Response::Ok),
-            Ok(_) => {
+            Ok(Request::Cancel { number: withdrawn }) => {
+                let found = self.waiting.lock().get(&withdrawn).cloned();
+                if let Some(unwanted) = found {
+                    unwanted.notify_one();
+                    let (api, waiting) = (self.api.clone(), Arc::clone(&self.waiting));
+                    self.tasks.spawn(withdraw(api, waiting, withdrawn));
+                }
+                self.say(number, &Response::Ok);
+            }
+            Ok(request) => {
                 let (api, said) = (self.api.clone(), self.said.clone());
                 let waits = Arc::clone(&self.waits);
+                let entry = Entry::new(&self.waiting, number.filter(|_| may_wait(&request)));
                 self.tasks.spawn(async move {
                     let frame = Frame { number, command: b"", key: &key, arg: &arg };
                     let Ok(request) = Request::parse(op, &frame, unit) else { return };
-                    let _seat = if may_wait(&request) { waits.acquire().await.ok() } else { None };
+                    let _seat = if may_wait(&request) {
+                        tokio::select! {
+                            biased;
+                            seat = waits.acquire() => seat.ok(),
+                            () = entry.unwanted() => {
+                                // It was never sent.
+                                return say(&said, number, unit, &given_up(&request));
+                            }
+                        }
+                    } else {
+                        None
+                    };
                     calls::call(&api, number, unit, &request, &said).await;
                 });
             }
@@ -379,10 +409,65 @@ impl Conversation {
     }
 
     fn say(&self, number: Option<u64>, response: &Response<'_>) {
-        let mut line = Vec::new();
-        response.print(self.unit, number, &mut line);
-        let _ = self.said.send(Said::Lines(line));
+        say(&self.said, number, self.unit, response);
     }
+}
+
+fn say(
+    said: &mpsc::UnboundedSender<Said>,
+    number: Option<u64>,
+    unit: Unit,
+    response: &Response<'_>,
+) {
+    let mut line = Vec::new();
+    response.print(unit, number, &mut line);
+    let _ = said.send(Said::Lines(line));
+}
+
+/// A call that may wait, as long as it is not answered.
+struct Entry {
+    waiting: Waiting,
+    number: Option<u64>,
+    unwanted: Arc<Notify>,
+}
+
+impl Entry {
+    fn new(waiting: &Waiting, number: Option<u64>) -> Self {
+        let unwanted = Arc::new(Notify::new());
+        if let Some(number) = number {
+            waiting.lock().insert(number, Arc::clone(&unwanted));
+        }
+        Self { waiting: Arc::clone(waiting), number, unwanted }
+    }
+
+    /// Somebody says that it is not wanted any more.
+    async fn unwanted(&self) {
+        self.unwanted.notified().await;
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        if let Some(number) = self.number {
+            self.waiting.lock().remove(&number);
+        }
+    }
+}
+
+/// Withdraws a call until it is answered. What it brings nevertheless is given back by whoever asked for it.
+async fn withdraw(api: Api, waiting: Waiting, request_id: u64) {
+    let mut pause = CANCEL_AGAIN;
+    while !api.session.is_empty() && waiting.lock().contains_key(&request_id) {
+        let request = CancelRequest { session: api.session.clone(), request_id };
+        let _ = SessionsClient::new(api.channel.clone()).cancel(api.request(request)).await;
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(CANCEL_AGAIN_MAX);
+    }
+}
+
+/// What a request is told that was withdrawn.
+fn given_up(request: &Request<'_>) -> Response<'static> {
+    if matches!(request, Request::BlockingPop { .. }) { Response::Nil } else { Response::Timeout }
 }
 
 fn may_wait(request: &Request<'_>) -> bool {

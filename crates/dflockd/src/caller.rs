@@ -131,6 +131,25 @@ impl Caller {
         self.submit(request, true, command).await
     }
 
+    /// Withdraws a request of [`Caller::call_once`] that waits: it is answered as one that was not granted in time.
+    /// Whether it waits, as far as is known here.
+    pub(crate) fn cancel(&self, request: RequestId) -> bool {
+        let engine = &self.service.engine;
+        let known = {
+            let state = self.desk.state.lock();
+            let waiting = state.waiting.get(&request).map(|waiting| waiting.place);
+            waiting.or_else(|| state.left.get(&request).copied())
+        };
+        // The log of a cluster is one place, so what was asked through another member is withdrawn as well.
+        let anywhere = || engine.replicated().map(|_| engine.place(b""));
+        if let Some(place) = known.or_else(anywhere) {
+            let mut pokes = Pokes::new();
+            engine.cancel(&self.me, request, place, &mut pokes);
+            pokes.run();
+        }
+        known.is_some()
+    }
+
     /// Answers a read.
     pub(crate) async fn query(&self, query: Query<'_>) -> Result<Outcome, Gone> {
         let id = self.next_request();
@@ -154,6 +173,14 @@ impl Caller {
         let mut pokes = Pokes::new();
         let submitted = self.service.engine.kick(&self.me, id, session, &mut pokes);
         pokes.run();
+        pending.settle(submitted).await
+    }
+
+    /// Ends a session of a cluster for its client.
+    pub(crate) async fn end_session(&self, session: SessionId) -> Result<Outcome, Gone> {
+        let id = self.next_request();
+        let pending = self.expect(id, false, b"");
+        let submitted = self.service.engine.end(&self.me, id, session);
         pending.settle(submitted).await
     }
 
@@ -372,8 +399,9 @@ impl Drop for Pending<'_> {
         let unanswered = {
             let mut state = desk.state.lock();
             let waiting = state.forget(self.id, self.number);
-            if waiting && self.phase == Phase::Submitted && !self.keep {
-                state.abandoned.insert(self.id, self.place);
+            if waiting && self.phase == Phase::Submitted {
+                let unheard = if self.keep { &mut state.left } else { &mut state.abandoned };
+                unheard.insert(self.id, self.place);
             }
             waiting
         };
@@ -458,6 +486,8 @@ struct State {
     last_waiting: u64,
     /// Withdrawn, but not answered yet.
     abandoned: HashMap<RequestId, Place>,
+    /// Not answered yet, and nobody waits for the answer now; but somebody will come for it.
+    left: HashMap<RequestId, Place>,
     pushes: VecDeque<Push>,
     only_losses: bool,
     closed: bool,
@@ -569,6 +599,7 @@ impl Sink for Desk {
         let mut answered = Vec::new();
         let mut state = self.state.lock();
         for (request, outcome) in std::mem::take(&mut state.arrived) {
+            state.left.remove(&request);
             if let Some(waiting) = state.waiting.remove(&request) {
                 answered.push((waiting, outcome));
             } else if let Some(place) = state.abandoned.remove(&request) {

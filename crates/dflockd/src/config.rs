@@ -163,9 +163,9 @@ settings! {
     max_waiters: u64 = UNLIMITED, "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
     max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "0";
-    /// Threads that serve connections, and as many again for HTTP. Most of the work is the kernel's, which needs the
-    /// other cores.
-    worker_threads: u64 = Count { min: 0, max: 1024, zero: "half of the cores" },
+    /// Threads that serve connections of the line protocol, and as many again for HTTP and gRPC. By itself half of the
+    /// cores for lines, because most of that work is the kernel's, and as many as there are cores for the others.
+    worker_threads: u64 = Count { min: 0, max: 1024, zero: "by the cores" },
         "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
     /// Time a client has for each line of a request it has begun, and for the TLS handshake.
     read_timeout: Duration = Seconds { min: 1, zero: "" },

@@ -17,6 +17,7 @@ use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, Pushed, SessionS
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 use parking_lot::Mutex;
 
+use crate::audit::{By, Deed};
 use crate::config::FollowerMode;
 use crate::operate::{self, Backup};
 use crate::report;
@@ -846,22 +847,16 @@ impl Connection {
             }
             Request::EndSession { session, reason, .. } => {
                 let submitted = self.service.engine.kick(&self.me, id, SessionId(session), pokes);
-                tracing::info!(
-                    audit = true,
-                    by = self.me.id().0,
-                    session,
-                    known = known(&submitted),
-                    reason,
-                    "session ended by an operator"
-                );
+                let deed = Deed::EndSession { session };
+                self.service.audit.note(&self.by(), deed, reason, known(&submitted));
                 self.settle(op, id, number, None, submitted);
             }
             Request::Cluster { verb, json, .. } => {
                 let backup = Arc::clone(self.backup.get_or_insert_default());
                 let (verb, json) = (verb.to_owned(), json.to_owned());
-                let (by, peer) = (self.me.id().0, Arc::clone(&self.peer));
+                let by = self.by();
                 self.make_text(id, op, move |service| {
-                    let answer = operate::serve(service, &verb, &json, by, &peer, &backup);
+                    let answer = operate::serve(service, &verb, &json, &by, &backup);
                     Text::Value(answer.to_string().into_bytes().into())
                 });
             }
@@ -1070,16 +1065,15 @@ impl Connection {
 
     fn audit(&self, request: &Request<'_>, submitted: &Submitted) {
         if let Request::ForceRelease { key, fence, reason, .. } = *request {
-            tracing::info!(
-                audit = true,
-                by = self.me.id().0,
-                key = %key.escape_ascii(),
-                fence,
-                known = known(submitted),
-                reason,
-                "hold ended by an operator"
-            );
+            let deed = Deed::EndHold { key: key.to_vec(), fence };
+            self.service.audit.note(&self.by(), deed, reason, known(submitted));
         }
+    }
+
+    /// Who does something here.
+    fn by(&self) -> By {
+        let session = Some(self.me.id().0);
+        By { door: Door::Line, session, peer: Arc::clone(&self.peer) }
     }
 
     fn request_id(&mut self, number: Option<u64>) -> RequestId {

@@ -10,6 +10,7 @@ pub mod logging;
 pub mod metrics;
 pub mod tls;
 
+mod audit;
 mod caller;
 mod cluster;
 mod feed;

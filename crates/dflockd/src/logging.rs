@@ -243,7 +243,7 @@ fn is_printable(c: char) -> bool {
 }
 
 /// The time in UTC with milliseconds, as in RFC 3339.
-fn timestamp(time: SystemTime) -> String {
+pub(crate) fn timestamp(time: SystemTime) -> String {
     // A clock before 1970 is not worth an error in a log line.
     let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (days, second) = (since_epoch.as_secs() / 86_400, since_epoch.as_secs() % 86_400);

@@ -3,6 +3,7 @@
 //! The state counts for itself (`Tally` of the core), so do members of a cluster; what belongs to a protocol is counted
 //! here. A scrape copies totals. It never looks at the locks one by one, and no key is ever shown.
 
+mod grpc;
 mod names;
 mod page;
 mod process;
@@ -20,7 +21,9 @@ use dflockd_core::{
 use dflockd_engine::{Door, Replicated, TIMES_BUCKETS, Times};
 use dflockd_wire::{OPS, Op};
 use parking_lot::Mutex;
+use tonic::Code;
 
+pub(crate) use self::grpc::{Method as GrpcMethod, Streams};
 pub use self::names::{Kind, METRICS, Metric, Where, table};
 pub(crate) use self::page::CONTENT_TYPE;
 
@@ -45,6 +48,7 @@ pub struct Metrics {
     /// By route. Replaced as a whole when a row is added, which soon does not happen any more.
     http: ArcSwap<HashMap<Box<str>, Vec<Arc<Row>>>>,
     adding: Mutex<()>,
+    grpc: grpc::Calls,
     http_sessions: AtomicU64,
 }
 
@@ -117,11 +121,17 @@ impl Metrics {
         row
     }
 
+    /// A call over gRPC has ended.
+    pub(crate) fn grpc_call(&self, method: &GrpcMethod, code: Code, took: Duration) {
+        self.grpc.add(method, code, took);
+    }
+
     /// How many requests there were, over all protocols.
     pub(crate) fn requests(&self) -> u64 {
         let line: u64 = self.line_requests.0.iter().map(|count| count.load(Relaxed)).sum();
         let rows = self.http.load();
-        line + rows.values().flatten().map(|row| row.count.load(Relaxed)).sum::<u64>()
+        let http: u64 = rows.values().flatten().map(|row| row.count.load(Relaxed)).sum();
+        line + http + self.grpc.total()
     }
 
     /// A connection is there. Those of the line protocol are counted where they are seated.
@@ -189,7 +199,7 @@ impl Metrics {
         let line = service.connections.load(Relaxed) as u64;
         page.value(&n::CONNECTIONS, line);
         let doors = [Door::Line, Door::Http, Door::Grpc];
-        let each = |count: &dyn Fn(Door) -> u64| doors.map(|door| (name(door), count(door)));
+        let each = |count: &dyn Fn(Door) -> u64| doors.map(|door| (door_name(door), count(door)));
         page.by(
             &n::OPEN_CONNECTIONS,
             each(&|door| match door {
@@ -224,6 +234,13 @@ impl Metrics {
             each(|row| seconds(Span(row.nanos.load(Relaxed))).into()),
         );
         page.values(&n::HTTP_SECONDS_COUNT, each(|row| row.count.load(Relaxed).into()));
+
+        let rows = self.grpc.rows();
+        let counts = || rows.iter().map(|(labels, count, _)| (labels.clone(), *count));
+        let times = rows.iter().map(|(labels, _, nanos)| (labels.clone(), seconds(Span(*nanos))));
+        page.values(&n::GRPC_REQUESTS, counts());
+        page.values(&n::GRPC_SECONDS_SUM, times);
+        page.values(&n::GRPC_SECONDS_COUNT, counts());
     }
 }
 
@@ -250,7 +267,8 @@ pub(crate) fn known_method(method: &Method) -> &'static str {
     known.copied().unwrap_or("OTHER")
 }
 
-fn name(door: Door) -> &'static str {
+/// A door by its name.
+pub(crate) fn door_name(door: Door) -> &'static str {
     match door {
         Door::Line => "line",
         Door::Http => "http",
@@ -348,6 +366,8 @@ fn add_cluster(page: &mut Page, member: &Replicated) {
     page.value(&n::RAFT_APPLY_NANOS, gauges.apply.nanos());
     page.histograms(&n::RAFT_APPLY_SECONDS, [(None, times(&gauges.apply))]);
     page.value(&n::RAFT_LEADER_CHANGES, gauges.leader_changes.load(Relaxed));
+    page.value(&n::RAFT_ELECTIONS, gauges.elections.load(Relaxed));
+    page.known(&n::RAFT_TIME_LAG, gauges.time_lag(member.clock().now()).map(seconds));
     let changes = [
         ("add_voter", &gauges.added[0]),
         ("add_voter_failed", &gauges.added[1]),

@@ -3,13 +3,15 @@
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use dflockd_core::Span;
 use dflockd_engine::replica::offline::{self, Beginning, Begun, Report};
+use dflockd_engine::replica::version;
 use serde_json::{Value, json};
 
+use crate::logging::timestamp;
 use crate::operate::cluster_id;
 use crate::service::span;
 
@@ -117,7 +119,7 @@ fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
     let dir = PathBuf::from(text(matches, "raft-dir"));
     let begun = offline::restore(&dir, &backup, &beginning)?;
     say(format!("restored: {} is the first node of a new cluster", beginning.node));
-    tell(&begun);
+    tell(&begun, &cluster_id(&begun.cluster));
     say("lost: everything that was done after the backup was made");
     say(format!(
         "next: start it with --raft-dir {} --node-id {}, then add the others with empty directories",
@@ -127,14 +129,11 @@ fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn tell(begun: &Begun) {
-    say(format!("cluster id: {} (was {})", cluster_id(&begun.cluster), cluster_id(&begun.was)));
+fn tell(begun: &Begun, cluster: &str) {
+    say(format!("cluster id: {cluster} (was {})", cluster_id(&begun.was)));
     if begun.made_at > 0 {
-        say(format!(
-            "backup: of entry {}, made at Unix time {}",
-            begun.index,
-            begun.made_at / 1_000_000_000
-        ));
+        let made_at = timestamp(UNIX_EPOCH + Duration::from_nanos(begun.made_at));
+        say(format!("backup: of entry {}, made at {made_at}", begun.index));
     } else {
         say(format!("state: of entry {}", begun.index));
     }
@@ -185,18 +184,22 @@ fn force_new_command() -> Command {
 fn force_new(matches: &ArgMatches) -> Result<ExitCode, String> {
     let dir = PathBuf::from(text(matches, "raft-dir"));
     let dry_run = matches.get_flag("dry-run");
+    let would = offline::force_new(&dir, delay(matches), true)?;
     if !dry_run {
         eprintln!("{WARNING}");
         if !matches.get_flag("yes") && !is_confirmed()? {
             return Err("not confirmed; nothing was changed".into());
         }
     }
-    let begun = offline::force_new(&dir, delay(matches), dry_run)?;
-    say(if dry_run { "would be done:" } else { "done: the node is the only one of a new cluster" });
-    tell(&begun);
-    if !dry_run {
-        say("next: start it as before, then add new nodes with empty directories");
+    if dry_run {
+        say("would be done: the node becomes the only one of a new cluster");
+        tell(&would, "a new one");
+        return Ok(ExitCode::SUCCESS);
     }
+    let begun = offline::force_new(&dir, delay(matches), false)?;
+    say("done: the node is the only one of a new cluster");
+    tell(&begun, &cluster_id(&begun.cluster));
+    say("next: start it as before, then add new nodes with empty directories");
     Ok(ExitCode::SUCCESS)
 }
 
@@ -229,6 +232,9 @@ fn inspect_command() -> Command {
 fn inspect(matches: &ArgMatches) -> Result<ExitCode, String> {
     let dir = Path::new(text(matches, "dir"));
     let report = offline::look(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+    if report.files.segments.is_empty() && report.files.snapshots.is_empty() {
+        return Err(format!("{} is no data directory of a node", dir.display()));
+    }
     let entries = matches
         .get_flag("entries")
         .then(|| matches.get_one::<usize>("last").copied().unwrap_or_default());
@@ -238,7 +244,8 @@ fn inspect(matches: &ArgMatches) -> Result<ExitCode, String> {
     } else {
         print_report(&shown);
     }
-    let is_whole = shown["damage"].as_array().is_none_or(Vec::is_empty);
+    let is_whole =
+        shown["damage"].as_array().is_none_or(Vec::is_empty) && shown["not_readable"].is_null();
     Ok(if is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -269,9 +276,6 @@ fn show(dir: &Path, report: &Report, entries: Option<usize>) -> Value {
             OpenError::Io(_) => note("", 0, &error.to_string()),
         }
     }
-    if let Some(Err(what)) = &report.machine {
-        note("the newest snapshot", 0, what);
-    }
     let log = files.log.as_ref().ok().and_then(Option::as_ref);
     let machine = report.machine.as_ref().and_then(|machine| machine.as_ref().ok());
     let mut value = json!({
@@ -289,6 +293,8 @@ fn show(dir: &Path, report: &Report, entries: Option<usize>) -> Value {
         "interrupted_write": log.is_some_and(|log| log.cut),
         "members": machine.map(|machine| members(machine, log)),
         "cluster_version": machine.map(|machine| machine.version()),
+        // Whole, by its digest, but not for this program.
+        "not_readable": report.machine.as_ref().and_then(|machine| machine.as_ref().err()),
         "snapshots": files.snapshots.iter().map(|snapshot| match &snapshot.metadata {
             Ok(metadata) => json!({
                 "file": snapshot.file, "bytes": snapshot.bytes, "digest_ok": true,
@@ -313,6 +319,7 @@ fn show(dir: &Path, report: &Report, entries: Option<usize>) -> Value {
                 "index": entry.index,
                 "term": entry.term,
                 "bytes": entry.data.len(),
+                "version": version::of_entry(entry),
                 "what": offline::describe(entry),
             })
         });
@@ -360,6 +367,9 @@ fn print_report(shown: &Value) {
         say(format!("node        {id} (member {raft}, started {starts} times)"));
         say(format!("cluster     {}", word(&node["cluster_id"])));
     }
+    if !shown["cluster_version"].is_null() {
+        say(format!("version     {} (as of the snapshot)", shown["cluster_version"]));
+    }
     let state = &shown["hard_state"];
     if !state.is_null() {
         let (term, vote, commit) = (&state["term"], &state["vote"], &state["commit"]);
@@ -396,6 +406,9 @@ fn print_report(shown: &Value) {
     for entry in list("entries") {
         let (index, term, bytes) = (&entry["index"], &entry["term"], &entry["bytes"]);
         say(format!("entry       {index} of term {term}, {bytes} bytes: {}", word(&entry["what"])));
+    }
+    if !shown["not_readable"].is_null() {
+        say(format!("NOT READ    the newest snapshot: {}", word(&shown["not_readable"])));
     }
     for found in list("damage") {
         let (file, offset) = (word(&found["file"]), &found["offset"]);

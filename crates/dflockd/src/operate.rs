@@ -1,23 +1,28 @@
-//! `cluster`: what an operator asks of a member. Every change needs a reason and leaves an audit line.
+//! What operators do, by whatever door, each deed once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
 //!
-//! Any member takes a request; what concerns the cluster is decided by its leader, what concerns a node by that node.
-//! The answer is always an object: `done`, and `why` not, or what was asked for.
+//! And the command `cluster` of the line protocol, which asks for it in JSON. Every change needs a reason. Any member
+//! takes a request; what concerns the cluster is decided by its leader, what concerns a node by that node. The answer
+//! is always an object: `done`, and `why` not, or what was asked for.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use dflockd_core::Span;
+use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span};
 use dflockd_engine::Replicated;
 use dflockd_engine::TIMES_BUCKETS;
-use dflockd_engine::replica::admin::AdminRequest;
+use dflockd_engine::replica::admin::{AdminRequest, POLICY_CHANGED};
 use dflockd_engine::replica::dates::certificate_ends_at;
 use dflockd_engine::replica::offline::write_backup;
 use dflockd_engine::replica::types::{AutoRelease, Bits128, Policy};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep, timeout};
 
+use crate::audit::{By, Deed, whole};
+use crate::caller::{Caller, Gone};
 use crate::report;
 use crate::service::Service;
 
@@ -28,6 +33,10 @@ pub(crate) const STATUS: &str = "status";
 const PATIENCE: Duration = Duration::from_secs(15);
 /// How long a snapshot may take.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
+/// How long it is tried to make a change of the policy from the newest one.
+const POLICY_PATIENCE: Duration = Duration::from_secs(5);
+/// How long it may take until another policy is seen here.
+const POLICY_LOOK: Duration = Duration::from_millis(20);
 /// How much of a backup goes into an answer, which has two digits for each byte.
 const PIECE_BYTES: usize = 192 << 10;
 /// The longest name of a node.
@@ -36,6 +45,164 @@ const NODE_BYTES_MAX: usize = 64;
 const ADDRESS_BYTES_MAX: usize = 262;
 /// The longest reason.
 const REASON_CHARS_MAX: usize = 256;
+
+/// A change of the cluster or of this member, checked.
+#[derive(Clone, Debug)]
+pub(crate) enum Wish {
+    Ask(AdminRequest),
+    SetPolicy(Settings),
+}
+
+/// Settings of the policy by the names of their flags, times in seconds.
+pub(crate) type Settings = Vec<(String, Value)>;
+
+/// What came of a wish.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Done {
+    Changed,
+    /// There is a snapshot up to this entry.
+    Snapshot {
+        index: u64,
+    },
+}
+
+impl Wish {
+    /// What it is called, and whom it names.
+    fn deed(&self) -> Deed {
+        let (verb, node) = match self {
+            Self::SetPolicy(_) => ("policy", None),
+            Self::Ask(request) => match request {
+                AdminRequest::Add { node, .. } => ("add", Some(node)),
+                AdminRequest::Promote { node } => ("promote", Some(node)),
+                AdminRequest::Remove { node } => ("remove", Some(node)),
+                AdminRequest::Transfer { to } => ("transfer", to.as_ref()),
+                AdminRequest::Address { node, .. } => ("address", Some(node)),
+                AdminRequest::SetPolicy(_) | AdminRequest::ChangePolicy { .. } => ("policy", None),
+                AdminRequest::Finalize => ("finalize", None),
+                AdminRequest::Snapshot => ("snapshot", None),
+                AdminRequest::Copy => ("backup", None),
+                AdminRequest::Drain { on: true } => ("drain", None),
+                AdminRequest::Drain { on: false } => ("undrain", None),
+            },
+        };
+        Deed::Change { verb, node: node.cloned() }
+    }
+}
+
+/// Does what an operator wishes of the cluster or of this member. An error says why not.
+pub(crate) async fn perform(
+    service: &Service,
+    by: &By,
+    wish: Wish,
+    reason: &str,
+) -> Result<Done, String> {
+    let member = joined(service)?;
+    let deed = wish.deed();
+    let result = match wish {
+        Wish::SetPolicy(settings) => change_policy(member, &settings).await.map(|()| Done::Changed),
+        Wish::Ask(AdminRequest::Snapshot) => make_snapshot(member).await,
+        Wish::Ask(request) => ask(member, request, PATIENCE).await.map(|()| Done::Changed),
+    };
+    service.audit.note(by, deed, reason, Some(result.is_ok()));
+    result
+}
+
+/// Ends somebody's hold.
+pub(crate) async fn end_hold(
+    service: Arc<Service>,
+    caller: Arc<Caller>,
+    by: By,
+    (key, space, fence): (Vec<u8>, Space, u64),
+    reason: String,
+) -> Result<Outcome, Gone> {
+    let ended = whole(async move {
+        let command = Command::ForceRelease { key: &key, space, fence: Fence(fence) };
+        let outcome = caller.call(command).await.map(|answer| answer.outcome().clone());
+        let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
+        service.audit.note(&by, Deed::EndHold { key, fence }, &reason, done);
+        outcome
+    });
+    ended.await.unwrap_or(Err(Gone))
+}
+
+/// Ends somebody's session or connection.
+pub(crate) async fn end_session(
+    service: Arc<Service>,
+    caller: Arc<Caller>,
+    by: By,
+    session: u64,
+    reason: String,
+) -> Result<Outcome, Gone> {
+    let ended = whole(async move {
+        let outcome = caller.kick(SessionId(session)).await;
+        let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
+        service.audit.note(&by, Deed::EndSession { session }, &reason, done);
+        outcome
+    });
+    ended.await.unwrap_or(Err(Gone))
+}
+
+fn joined(service: &Service) -> Result<&Arc<Replicated>, String> {
+    let member = service.engine.replicated();
+    let member =
+        member.ok_or("this server keeps its state in memory; it is no member of a cluster")?;
+    if member.view().status.is_none() {
+        return Err("this node has not joined a cluster yet".into());
+    }
+    Ok(member)
+}
+
+async fn ask(member: &Replicated, request: AdminRequest, patience: Duration) -> Result<(), String> {
+    let asked = timeout(patience, member.admin(request)).await;
+    asked.unwrap_or_else(|_| Err("no answer in time; it may still happen".into()))
+}
+
+async fn make_snapshot(member: &Replicated) -> Result<Done, String> {
+    let status = || member.view().status;
+    let applied = status().map_or(0, |status| status.applied);
+    ask(member, AdminRequest::Snapshot, SNAPSHOT_PATIENCE).await?;
+    let mut index = 0;
+    // The answer comes a moment before the status tells of it.
+    for _ in 0..100 {
+        index = status().map_or(0, |status| status.snapshot);
+        if index >= applied {
+            break;
+        }
+        sleep(Duration::from_millis(10)).await;
+    }
+    Ok(Done::Snapshot { index })
+}
+
+/// What all decide by, as this member knows it.
+pub(crate) fn policy(service: &Service) -> Result<Policy, String> {
+    known_policy(joined(service)?)
+}
+
+fn known_policy(member: &Replicated) -> Result<Policy, String> {
+    member.view().policy.ok_or_else(|| "the cluster has not begun yet".into())
+}
+
+/// Changes settings of the policy, and leaves those alone that somebody else changes at the same time.
+async fn change_policy(member: &Replicated, settings: &Settings) -> Result<(), String> {
+    let give_up_at = Instant::now() + POLICY_PATIENCE;
+    loop {
+        let from = known_policy(member)?;
+        let mut to = from.clone();
+        for (name, value) in settings {
+            set(&mut to, name, value)?;
+        }
+        let request = AdminRequest::ChangePolicy { from: Box::new(from), to: Box::new(to) };
+        match ask(member, request, PATIENCE).await {
+            // Made from one that is no longer the newest, which will be seen here, too.
+            Err(why) if why == POLICY_CHANGED && Instant::now() < give_up_at => {
+                sleep(POLICY_LOOK).await;
+            }
+            result => return result,
+        }
+    }
+}
+
+// ---- The command `cluster` ----
 
 /// The backup that a connection fetches; gone with the connection.
 #[derive(Default)]
@@ -58,27 +225,16 @@ struct Wanted {
 type Answer = Result<Value, String>;
 
 /// Answers a request. Blocks.
-pub(crate) fn serve(
-    service: &Service,
-    verb: &str,
-    text: &str,
-    by: u64,
-    peer: &Arc<str>,
-    backup: &Backup,
-) -> Value {
+pub(crate) fn serve(service: &Service, verb: &str, text: &str, by: &By, backup: &Backup) -> Value {
     let answer = (|| {
-        let member = service.engine.replicated();
-        let member =
-            member.ok_or("this server keeps its state in memory; it is no member of a cluster")?;
-        let wanted = if text.is_empty() { Wanted::default() } else { parse(text)? };
-        if verb == STATUS {
+        if verb == STATUS
+            && let Some(member) = service.engine.replicated()
+        {
+            parse(text)?;
             return Ok(json!(status(service, member)));
         }
-        if member.view().status.is_none() {
-            return Err("this node has not joined a cluster yet".into());
-        }
-        let operator = Operator { member, by, peer, verb };
-        operator.serve(&wanted, backup)
+        joined(service)?;
+        serve_verb(service, verb, &parse(text)?, by, backup)
     })();
     match answer {
         Ok(mut value) => {
@@ -90,149 +246,121 @@ pub(crate) fn serve(
 }
 
 fn parse(text: &str) -> Result<Wanted, String> {
+    if text.is_empty() {
+        return Ok(Wanted::default());
+    }
     serde_json::from_str(text).map_err(|error| {
         // What it says of the text may show a part of it, so only the place is told.
         format!("not the JSON that is expected, column {}", error.column())
     })
 }
 
-struct Operator<'a> {
-    member: &'a Arc<Replicated>,
-    by: u64,
-    peer: &'a Arc<str>,
-    verb: &'a str,
+fn serve_verb(service: &Service, verb: &str, wanted: &Wanted, by: &By, backup: &Backup) -> Answer {
+    let wish = match verb {
+        "backup" => return serve_backup(service, wanted, by, backup),
+        "policy" if wanted.set.is_none() => {
+            return Ok(json!({ "policy": shown(&policy(service)?) }));
+        }
+        _ => wanted.wish(verb)?,
+    };
+    let reason = match &wish {
+        Wish::Ask(AdminRequest::Snapshot) => wanted.reason.as_deref().unwrap_or_default(),
+        Wish::Ask(_) | Wish::SetPolicy(_) => check_reason(wanted.reason.as_deref())?,
+    };
+    match Handle::current().block_on(perform(service, by, wish, reason))? {
+        Done::Changed => Ok(json!({})),
+        Done::Snapshot { index } => Ok(json!({ "index": index })),
+    }
 }
 
-impl Operator<'_> {
-    fn serve(&self, wanted: &Wanted, backup: &Backup) -> Answer {
-        let node = || check_node(wanted.node.as_deref());
-        let request = match self.verb {
+impl Wanted {
+    fn wish(&self, verb: &str) -> Result<Wish, String> {
+        let node = || check_node(self.node.as_deref());
+        Ok(Wish::Ask(match verb {
             "add" => AdminRequest::Add {
                 node: node()?,
-                peer_addr: check_address("peer_addr", wanted.peer_addr.as_deref())?,
-                client_addr: check_address("client_addr", wanted.client_addr.as_deref())?,
-                witness: wanted.witness,
+                peer_addr: check_address("peer_addr", self.peer_addr.as_deref())?,
+                client_addr: check_address("client_addr", self.client_addr.as_deref())?,
+                witness: self.witness,
             },
             "promote" => AdminRequest::Promote { node: node()? },
             "remove" => AdminRequest::Remove { node: node()? },
             "transfer" => {
-                let to = wanted.node.is_some().then(node).transpose()?;
+                let to = self.node.is_some().then(node).transpose()?;
                 AdminRequest::Transfer { to }
             }
             "address" => AdminRequest::Address {
                 node: node()?,
-                peer_addr: check_address("peer_addr", wanted.peer_addr.as_deref())?,
+                peer_addr: check_address("peer_addr", self.peer_addr.as_deref())?,
             },
             "finalize" => AdminRequest::Finalize,
-            "drain" => AdminRequest::Drain { on: !wanted.undo },
-            "snapshot" => {
-                self.audit(wanted.reason.as_deref().unwrap_or(""), None);
-                let status = || self.member.view().status;
-                let applied = status().map_or(0, |status| status.applied);
-                self.admin(AdminRequest::Snapshot, SNAPSHOT_PATIENCE)?;
-                let mut index = 0;
-                // The answer comes a moment before the status tells of it.
-                for _ in 0..100 {
-                    index = status().map_or(0, |status| status.snapshot);
-                    if index >= applied {
-                        break;
-                    }
-                    std::thread::sleep(Duration::from_millis(10));
-                }
-                return Ok(json!({ "index": index }));
+            "drain" => AdminRequest::Drain { on: !self.undo },
+            "snapshot" => AdminRequest::Snapshot,
+            "policy" => {
+                let settings = self.set.iter().flatten();
+                let settings =
+                    settings.map(|(name, value)| (name.clone(), value.clone())).collect();
+                check_settings(&settings)?;
+                return Ok(Wish::SetPolicy(settings));
             }
-            "policy" => match &wanted.set {
-                None => return Ok(json!({ "policy": shown(&self.policy()?) })),
-                Some(settings) => {
-                    let mut policy = self.policy()?;
-                    for (name, value) in settings {
-                        set(&mut policy, name, value)?;
-                    }
-                    AdminRequest::SetPolicy(Box::new(policy))
-                }
-            },
-            "backup" => return self.backup(wanted, backup),
-            _ => return Err(format!("there is no verb {}", self.verb)),
-        };
-        let reason = check_reason(wanted.reason.as_deref())?;
-        let result = self.admin(request, PATIENCE);
-        self.audit(reason, Some(result.is_ok()));
-        result.map(|()| json!({}))
-    }
-
-    fn admin(&self, request: AdminRequest, patience: Duration) -> Result<(), String> {
-        let asked = tokio::time::timeout(patience, self.member.admin(request));
-        match tokio::runtime::Handle::current().block_on(asked) {
-            Ok(result) => result,
-            Err(_) => Err("no answer in time; it may still happen".into()),
-        }
-    }
-
-    fn audit(&self, reason: &str, done: Option<bool>) {
-        let (by, peer, verb) = (self.by, self.peer, self.verb);
-        tracing::info!(audit = true, by, %peer, verb, done, reason, "cluster changed by an operator");
-    }
-
-    fn policy(&self) -> Result<Policy, String> {
-        self.member.view().policy.ok_or_else(|| "the cluster has not begun yet".into())
-    }
-
-    /// Without an offset a new one begins; with one a piece of it is handed out.
-    fn backup(&self, wanted: &Wanted, backup: &Backup) -> Answer {
-        let Some(offset) = wanted.offset else {
-            let reason = check_reason(wanted.reason.as_deref())?;
-            let copying = tokio::time::timeout(SNAPSHOT_PATIENCE, self.member.copy());
-            let copied = tokio::runtime::Handle::current().block_on(copying);
-            let copied = copied.unwrap_or_else(|_| Err("no snapshot in time".into()));
-            tracing::info!(
-                audit = true,
-                by = self.by,
-                peer = %self.peer,
-                done = copied.is_ok(),
-                reason,
-                "backup fetched by an operator"
-            );
-            let copy = copied?;
-            let cluster = self.member.view().cluster;
-            let bytes = write_backup(cluster, self.member.node(), &copy);
-            let told = json!({
-                "bytes": bytes.len(), "index": copy.index, "cluster_id": digits(&cluster),
-            });
-            *backup.0.lock() = Some(bytes);
-            return Ok(told);
-        };
-        let mut kept = backup.0.lock();
-        let bytes = kept.as_ref().ok_or("no backup was begun on this connection")?;
-        let rest = bytes.get(offset..).ok_or("it is not that long")?;
-        let piece = &rest[..rest.len().min(PIECE_BYTES)];
-        let answer = json!({ "data": digits(piece) });
-        if piece.len() == rest.len() {
-            *kept = None;
-        }
-        Ok(answer)
+            _ => return Err(format!("there is no verb {verb}")),
+        }))
     }
 }
 
-fn check_node(node: Option<&str>) -> Result<String, String> {
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    let node = node.ok_or("node is missing")?;
-    if (1..=NODE_BYTES_MAX).contains(&node.len()) && node.bytes().all(is_allowed) {
-        return Ok(node.to_owned());
+/// Without an offset a new one begins; with one a piece of it is handed out.
+fn serve_backup(service: &Service, wanted: &Wanted, by: &By, backup: &Backup) -> Answer {
+    let member = joined(service)?;
+    let Some(offset) = wanted.offset else {
+        let reason = check_reason(wanted.reason.as_deref())?;
+        let copied = Handle::current().block_on(timeout(SNAPSHOT_PATIENCE, member.copy()));
+        let copied = copied.unwrap_or_else(|_| Err("no snapshot in time".into()));
+        service.audit.note(by, Deed::Backup, reason, Some(copied.is_ok()));
+        let copy = copied?;
+        let cluster = member.view().cluster;
+        let bytes = write_backup(cluster, member.node(), &copy);
+        let told = json!({
+            "bytes": bytes.len(), "index": copy.index, "cluster_id": digits(&cluster),
+        });
+        *backup.0.lock() = Some(bytes);
+        return Ok(told);
+    };
+    let mut kept = backup.0.lock();
+    let bytes = kept.as_ref().ok_or("no backup was begun on this connection")?;
+    let rest = bytes.get(offset..).ok_or("it is not that long")?;
+    let piece = &rest[..rest.len().min(PIECE_BYTES)];
+    let answer = json!({ "data": digits(piece) });
+    if piece.len() == rest.len() {
+        *kept = None;
     }
-    Err("a node id is 1 to 64 of A-Z a-z 0-9 . _ -".into())
+    Ok(answer)
+}
+
+/// Whether this can be the name of a node.
+pub(crate) fn is_node(text: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    (1..=NODE_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_allowed)
+}
+
+/// Whether this can be an address: host:port.
+pub(crate) fn is_address(text: &str) -> bool {
+    let Some((host, port)) = text.rsplit_once(':') else { return false };
+    text.len() <= ADDRESS_BYTES_MAX
+        && !host.is_empty()
+        && host.bytes().all(|byte| byte.is_ascii_graphic())
+        && port.parse::<u16>().is_ok_and(|port| port > 0)
+}
+
+fn check_node(node: Option<&str>) -> Result<String, String> {
+    let node = node.ok_or("node is missing")?;
+    let known = Some(node).filter(|node| is_node(node)).map(str::to_owned);
+    known.ok_or_else(|| "a node id is 1 to 64 of A-Z a-z 0-9 . _ -".into())
 }
 
 fn check_address(what: &str, address: Option<&str>) -> Result<String, String> {
     let address = address.ok_or_else(|| format!("{what} is missing"))?;
-    let parts = address.rsplit_once(':').filter(|(host, port)| {
-        !host.is_empty()
-            && host.bytes().all(|byte| byte.is_ascii_graphic())
-            && port.parse::<u16>().is_ok_and(|port| port > 0)
-    });
-    if parts.is_none() || address.len() > ADDRESS_BYTES_MAX {
-        return Err(format!("{what} is not host:port"));
-    }
-    Ok(address.to_owned())
+    let known = Some(address).filter(|address| is_address(address)).map(str::to_owned);
+    known.ok_or_else(|| format!("{what} is not host:port"))
 }
 
 fn check_reason(reason: Option<&str>) -> Result<&str, String> {
@@ -255,11 +383,13 @@ pub(crate) fn cluster_id(cluster: &Bits128) -> String {
 
 // ---- The policy ----
 
-fn seconds(span: Span) -> u64 {
+/// Whole seconds, as the flags have them.
+pub(crate) fn seconds(span: Span) -> u64 {
     span.0 / 1_000_000_000
 }
 
-fn release_name(policy: AutoRelease) -> &'static str {
+/// The policy by its name.
+pub(crate) fn release_name(policy: AutoRelease) -> &'static str {
     match policy {
         AutoRelease::Any => "any",
         AutoRelease::Clean => "clean",
@@ -286,6 +416,13 @@ fn shown(policy: &Policy) -> Value {
         "auto-release": release_name(policy.auto_release),
         "orphan-ttl": seconds(policy.orphan_ttl),
     })
+}
+
+/// Whether settings can be what they are to be.
+pub(crate) fn check_settings(settings: &Settings) -> Result<(), String> {
+    let limits = Limits::default();
+    let mut any = Policy { limits, auto_release: AutoRelease::Any, orphan_ttl: Span::ZERO };
+    settings.iter().try_for_each(|(name, value)| set(&mut any, name, value))
 }
 
 fn set(policy: &mut Policy, name: &str, value: &Value) -> Result<(), String> {
@@ -442,8 +579,6 @@ fn open_files() -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::Limits;
-
     use super::*;
 
     fn policy() -> Policy {
@@ -479,6 +614,22 @@ mod tests {
             let mut changed = policy();
             assert!(set(&mut changed, name, &value).is_err(), "{name} {value}");
             assert_eq!(changed, policy());
+        }
+    }
+
+    #[test]
+    fn names_and_addresses() {
+        for node in ["n1", "A.b_c-9", &"n".repeat(64)] {
+            assert!(is_node(node), "{node}");
+        }
+        for node in ["", "n 1", "n/1", "n\u{e9}", &"n".repeat(65)] {
+            assert!(!is_node(node), "{node}");
+        }
+        for address in ["127.0.0.1:7001", "[::1]:1", "host.example:65535"] {
+            assert!(is_address(address), "{address}");
+        }
+        for address in ["", ":1", "host", "host:", "host:0", "host:65536", "ho st:1", "host:x"] {
+            assert!(!is_address(address), "{address}");
         }
     }
 

@@ -6,7 +6,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 use crate::config::{Config, Parsed, process_env};
-use crate::server::worker_threads;
+use crate::server::runtime_threads;
 use crate::{Signal, logging, offline, run};
 
 /// Runs the server with the arguments and the environment of this process until it is told to stop.
@@ -47,11 +47,8 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
     if let Err(error) = rlimit::setrlimit(rlimit::Resource::CORE, 0, 0) {
         tracing::warn!(%error, "core dumps not switched off");
     }
-    // Connections have threads of their own; what is left here are timers, signals, accepting, HTTP and gRPC.
-    let served = config.http_address().is_some() || config.grpc_address().is_some();
-    let threads = if served { worker_threads(&config) } else { 1 };
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let runtime = match runtime.worker_threads(threads).enable_all().build() {
+    let runtime = match runtime.worker_threads(runtime_threads(&config)).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("cannot start: {error}");

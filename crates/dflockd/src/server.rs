@@ -330,13 +330,27 @@ impl Drop for Running {
     }
 }
 
-/// How many threads serve connections. With one for each core they would only take it from the kernel's network
-/// stack, which does five sixths of the work, and wake each other: measured on two cores, one thread serves a third
-/// more than two.
-pub(crate) fn worker_threads(config: &Config) -> usize {
+/// How many threads serve connections of the line protocol. With one for each core they would only take it from the
+/// kernel's network stack, which does five sixths of the work, and wake each other: measured on two cores, one thread
+/// serves a third more than two.
+fn worker_threads(config: &Config) -> usize {
+    chosen_threads(config).unwrap_or((cores() / 2).max(1))
+}
+
+/// How many threads the runtime has: timers, signals, accepting, peers, and above all HTTP and gRPC, where half of the
+/// work is ours and a thread for each core serves half as much again as for every second.
+pub(crate) fn runtime_threads(config: &Config) -> usize {
+    let served = config.http_address().is_some() || config.grpc_address().is_some();
+    if served { chosen_threads(config).unwrap_or(cores()) } else { 1 }
+}
+
+fn chosen_threads(config: &Config) -> Option<usize> {
     let chosen = usize::try_from(config.worker_threads).unwrap_or(usize::MAX);
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if chosen > 0 { chosen } else { (cores / 2).max(1) }
+    (chosen > 0).then_some(chosen)
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// The socket of an interface that may be off.

@@ -13,6 +13,7 @@ use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, Memory, Options};
 use parking_lot::Mutex;
 
+use crate::audit::Audit;
 use crate::config::{Config, FollowerMode, GrantDelay, Secret};
 use crate::feed::Feed;
 use crate::metrics::Metrics;
@@ -45,6 +46,8 @@ pub struct Service {
     /// Changes of keys, for event streams.
     pub(crate) feed: Feed,
     pub(crate) metrics: Metrics,
+    /// What operators did.
+    pub(crate) audit: Audit,
     /// What they are for, and their files.
     pub(crate) certificates: Vec<(&'static str, PathBuf)>,
     /// Where traces are made, if they are wanted.
@@ -116,6 +119,7 @@ impl Service {
             certificates: certificates.collect(),
             feed: Feed::new(Arc::clone(&engine)),
             metrics: Metrics::new(engine.clock().now()),
+            audit: Audit::new(),
             telemetry: telemetry::start(config)?,
             engine,
             connections: AtomicUsize::new(0),

@@ -2,6 +2,9 @@
 //! valid, nothing secret is in it, and spans arrive at a collector.
 
 #[cfg(test)]
+#[path = "metrics/calls.rs"]
+mod calls;
+#[cfg(test)]
 #[path = "metrics/collector.rs"]
 mod collector;
 #[cfg(test)]

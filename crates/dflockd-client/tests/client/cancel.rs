@@ -376,3 +376,49 @@ async fn a_dropped_barrier_lets_nobody_pass() {
         assert_eq!(soon("the end", two).await.unwrap(), Ok(false));
     }
 }
+
+/// Over gRPC a call withdraws another one. Without that these would wait for longer than this test.
+#[tokio::test]
+async fn dropped_while_it_waits_over_grpc() {
+    const WAIT: Duration = Duration::from_secs(600);
+    let [.., server] = Either::all();
+    let (client, other) = (server.client().await, server.client().await);
+    let _held = holders(&other).await;
+    let (lock, queued) = (client.lock("lock").lease(LONG), client.lock("queued").lease(LONG));
+    let (semaphore, write) = (client.semaphore("sem", 1), client.rw_lock("write").write());
+    let election = client.election("election");
+    let all: Vec<(&str, Asking)> = vec![
+        ("lock", Box::pin(async move { lock.acquire_timeout(WAIT).await })),
+        ("sem", Box::pin(async move { semaphore.acquire_timeout(WAIT).await })),
+        ("write", Box::pin(async move { write.acquire_timeout(WAIT).await })),
+        ("election", Box::pin(async move { election.acquire_timeout(WAIT).await })),
+        ("queued", Box::pin(async move { queued.enqueue().await?.wait(WAIT).await })),
+    ];
+    for (key, asking) in all {
+        let waiting = tokio::spawn(asking);
+        crowded(&other, key, (1, 1)).await;
+        waiting.abort();
+        crowded(&other, key, (1, 0)).await;
+    }
+    // More than can wait at a time: those that have not been sent go, too.
+    let crowd: Vec<_> = (0..1000)
+        .map(|_| {
+            let lock = client.lock("lock").lease(LONG);
+            tokio::spawn(async move { lock.acquire_timeout(WAIT).await })
+        })
+        .collect();
+    let many = async || (super::support::crowd(&other, "lock").await.1 >= 500).then_some(());
+    eventually("a crowd", many).await;
+    crowd.iter().for_each(tokio::task::JoinHandle::abort);
+    crowded(&other, "lock", (1, 0)).await;
+    let list = client.list("l");
+    let popping = tokio::spawn(async move { list.pop_left_wait(WAIT).await });
+    let waits = async |count: u64| {
+        let about = other.inspect(b"l").await.unwrap();
+        let waiters = about.map_or(0, |about| about["pop_waiters"].as_u64().unwrap_or_default());
+        (waiters == count).then_some(())
+    };
+    eventually("it waits", async || waits(1).await).await;
+    popping.abort();
+    eventually("it does not", async || waits(0).await).await;
+}

@@ -3,19 +3,28 @@
 use std::sync::Arc;
 
 use axum::http::HeaderMap;
-use dflockd_core::{Command, Fence, Outcome, Refusal, SessionId};
+use dflockd_core::{Outcome, Refusal, SessionId};
 use dflockd_engine::Door;
 use dflockd_wire::grpc::admin_server::Admin;
 use dflockd_wire::grpc::{
-    EndSessionRequest, EndSessionResponse, ForceReleaseRequest, ForceReleaseResponse,
-    ListSessionsRequest, ListSessionsResponse, Reason, SessionView,
+    AuditRecord, AuditRequest, EndSessionRequest, EndSessionResponse, ForceReleaseRequest,
+    ForceReleaseResponse, ListSessionsRequest, ListSessionsResponse, Reason, SessionView,
 };
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
 use super::gate::WRONG_TOKEN_PAUSE;
 use super::locks::done;
+use super::session_calls::Told;
 use super::{Api, App, Peer, blocking, fields, open};
+use crate::audit::{By, Deed, Record};
+use crate::metrics::door_name;
+use crate::operate;
+
+/// Records that may wait for their reader; what comes behind them is kept elsewhere.
+const RECORDS_MAX: usize = 64;
 
 #[tonic::async_trait]
 impl Admin for Api {
@@ -26,13 +35,12 @@ impl Admin for Api {
         self.0.check_admin(&request).await?;
         let (Peer(peer), request) = open(request)?;
         let (key, space) = (fields::key(&request.key)?, fields::space(request.mode)?);
-        let (fence, reason) = (request.fence, fields::reason(&request.reason)?);
-        let command = Command::ForceRelease { key, space, fence: Fence(fence) };
-        let answer = self.0.common().call(command).await.map_err(|_| Refused::unknown())?;
-        let known = *answer.outcome() == Outcome::Done;
-        let key = key.escape_ascii();
-        tracing::info!(audit = true, %peer, %key, fence, known, reason, "hold ended by an operator");
-        done(answer.outcome())?;
+        let hold = (key.to_vec(), space, request.fence);
+        let reason = fields::reason(&request.reason)?.to_owned();
+        let by = By::address(Door::Grpc, peer);
+        let ended =
+            operate::end_hold(self.0.service.clone(), self.0.common(), by, hold, reason).await;
+        done(&ended.map_err(|_| Refused::unknown())?)?;
         Ok(Response::new(ForceReleaseResponse {}))
     }
 
@@ -69,18 +77,92 @@ impl Admin for Api {
     ) -> Result<Response<EndSessionResponse>, Status> {
         self.0.check_admin(&request).await?;
         let (Peer(peer), EndSessionRequest { number, reason }) = open(request)?;
-        let reason = fields::reason(&reason)?;
-        let outcome = self.0.common().kick(SessionId(number)).await;
-        let outcome = outcome.map_err(|_| Refused::unknown())?;
-        let known = outcome == Outcome::Done;
-        let session = number;
-        tracing::info!(audit = true, %peer, session, known, reason, "session ended by an operator");
+        let reason = fields::reason(&reason)?.to_owned();
+        let by = By::address(Door::Grpc, peer);
+        let ended =
+            operate::end_session(self.0.service.clone(), self.0.common(), by, number, reason).await;
+        let outcome = ended.map_err(|_| Refused::unknown())?;
         if outcome == Outcome::Refused(Refusal::NotHeld) {
             return Err(Refused::not_found("there is no such session").into());
         }
         done(&outcome)?;
         Ok(Response::new(EndSessionResponse {}))
     }
+
+    type AuditStream = Told<AuditRecord>;
+
+    async fn audit(
+        &self,
+        request: Request<AuditRequest>,
+    ) -> Result<Response<Self::AuditStream>, Status> {
+        self.0.check_admin(&request).await?;
+        let (Peer(peer), request) = open(request)?;
+        let app = Arc::clone(&self.0);
+        let seat = app.sessions.seat(peer)?;
+        let (sender, records) = mpsc::channel(RECORDS_MAX);
+        tokio::spawn(async move {
+            let _seat = seat;
+            tokio::select! {
+                () = tell_audit(&app, request, &sender) => return,
+                () = sender.closed() => return,
+                () = app.drained() => {}
+            }
+            let _ = sender.send(Err(Refused::draining().into())).await;
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(records))))
+    }
+}
+
+/// Tells what was done until that is enough, or nobody listens.
+async fn tell_audit(
+    app: &App,
+    request: AuditRequest,
+    records: &mpsc::Sender<Result<AuditRecord, Status>>,
+) {
+    let AuditRequest { mut after, limit, follow } = request;
+    let mut left = if limit == 0 { usize::MAX } else { limit as usize };
+    let audit = &app.service.audit;
+    if after > audit.newest() {
+        // It was counted by an earlier process.
+        after = 0;
+    }
+    loop {
+        let found = audit.after(after, left);
+        for record in &found {
+            if records.send(Ok(told(record))).await.is_err() {
+                return;
+            }
+            after = record.number;
+            left -= 1;
+        }
+        if left == 0 || !follow {
+            return;
+        }
+        audit.beyond(after).await;
+    }
+}
+
+fn told(record: &Record) -> AuditRecord {
+    let mut told = AuditRecord {
+        number: record.number,
+        unix_ms: record.unix_ms,
+        door: door_name(record.door).to_owned(),
+        peer: record.peer.as_ref().to_owned(),
+        what: record.deed.name().to_owned(),
+        reason: record.reason.clone(),
+        done: record.done,
+        ..AuditRecord::default()
+    };
+    match &record.deed {
+        Deed::EndHold { key, fence } => {
+            told.key = key.clone().into();
+            told.fence = *fence;
+        }
+        Deed::EndSession { session } => told.session = *session,
+        Deed::Change { node, .. } => told.node = node.clone().unwrap_or_default(),
+        Deed::Backup => {}
+    }
+    told
 }
 
 impl App {
@@ -100,13 +182,5 @@ impl App {
         tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         let text = "a valid admin token is required";
         Err(Refused::new(Code::PermissionDenied, Reason::NotAdmin, text))
-    }
-}
-
-fn door_name(door: Door) -> &'static str {
-    match door {
-        Door::Line => "line",
-        Door::Http => "http",
-        Door::Grpc => "grpc",
     }
 }

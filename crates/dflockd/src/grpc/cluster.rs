@@ -3,13 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_engine::Replicated;
 use dflockd_engine::replica::admin::AdminRequest;
+use dflockd_engine::replica::types::{AutoRelease as Release, Policy as CorePolicy};
+use dflockd_engine::{Door, Replicated};
 use dflockd_wire::grpc::cluster_server::Cluster;
 use dflockd_wire::grpc::{
-    AddRequest, ClusterResponse, HealthRequest, HealthResponse, Member, MemberRole, MembersRequest,
-    MembersResponse, PromoteRequest, Reason, RemoveRequest, TransferRequest,
+    AddRequest, AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest,
+    HealthRequest, HealthResponse, Member, MemberRole, MembersRequest, MembersResponse, Policy,
+    PolicyRequest, PolicyResponse, PromoteRequest, Reason, RemoveRequest, SetPolicyRequest,
+    SnapshotRequest, SnapshotResponse, TransferRequest,
 };
+use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
@@ -17,15 +21,13 @@ use tonic::{Code, Request, Response, Status};
 use super::error::Refused;
 use super::session_calls::Told;
 use super::{Api, App, Peer, fields, open};
+use crate::audit::{By, whole};
+use crate::operate::{self, Done, Settings, Wish};
 
 /// How often it is looked how the server is.
 const LOOK: Duration = Duration::from_millis(100);
 /// Reports that may wait for their reader.
 const REPORTS_MAX: usize = 4;
-/// The longest name of a node.
-const NODE_BYTES_MAX: usize = 64;
-/// The longest address.
-const ADDRESS_BYTES_MAX: usize = 262;
 
 #[tonic::async_trait]
 impl Cluster for Api {
@@ -59,11 +61,10 @@ impl Cluster for Api {
         let (peer, request) = open(request)?;
         let AddRequest { node, peer_addr, client_addr, witness, reason } = request;
         check_node(&node)?;
-        if !is_address(&peer_addr) || !is_address(&client_addr) {
-            return Err(Refused::bad_request("an address is host:port").into());
-        }
-        let change = AdminRequest::Add { node: node.clone(), peer_addr, client_addr, witness };
-        self.0.change(peer, change, "added", &node, &reason).await
+        check_address(&peer_addr)?;
+        check_address(&client_addr)?;
+        let wish = AdminRequest::Add { node, peer_addr, client_addr, witness };
+        self.0.change(peer, Wish::Ask(wish), &reason).await
     }
 
     async fn promote(
@@ -73,8 +74,7 @@ impl Cluster for Api {
         self.0.check_admin(&request).await?;
         let (peer, PromoteRequest { node, reason }) = open(request)?;
         check_node(&node)?;
-        let change = AdminRequest::Promote { node: node.clone() };
-        self.0.change(peer, change, "promoted", &node, &reason).await
+        self.0.change(peer, Wish::Ask(AdminRequest::Promote { node }), &reason).await
     }
 
     async fn remove(
@@ -84,8 +84,7 @@ impl Cluster for Api {
         self.0.check_admin(&request).await?;
         let (peer, RemoveRequest { node, reason }) = open(request)?;
         check_node(&node)?;
-        let change = AdminRequest::Remove { node: node.clone() };
-        self.0.change(peer, change, "removed", &node, &reason).await
+        self.0.change(peer, Wish::Ask(AdminRequest::Remove { node }), &reason).await
     }
 
     async fn transfer(
@@ -94,9 +93,73 @@ impl Cluster for Api {
     ) -> Result<Response<ClusterResponse>, Status> {
         self.0.check_admin(&request).await?;
         let (peer, TransferRequest { node, reason }) = open(request)?;
-        let to = Some(node.clone()).filter(|node| !node.is_empty());
+        let to = Some(node).filter(|node| !node.is_empty());
         to.as_deref().map(check_node).transpose()?;
-        self.0.change(peer, AdminRequest::Transfer { to }, "made leader", &node, &reason).await
+        self.0.change(peer, Wish::Ask(AdminRequest::Transfer { to }), &reason).await
+    }
+
+    async fn snapshot(
+        &self,
+        request: Request<SnapshotRequest>,
+    ) -> Result<Response<SnapshotResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        let (peer, SnapshotRequest { reason }) = open(request)?;
+        let reason = if reason.is_empty() { "" } else { fields::reason(&reason)? };
+        let index = match self.0.perform(peer, Wish::Ask(AdminRequest::Snapshot), reason).await? {
+            Done::Snapshot { index } => index,
+            Done::Changed => return Err(Refused::internal().into()),
+        };
+        Ok(Response::new(SnapshotResponse { index }))
+    }
+
+    async fn policy(
+        &self,
+        request: Request<PolicyRequest>,
+    ) -> Result<Response<PolicyResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        self.0.cluster()?;
+        let policy = operate::policy(&self.0.service).map_err(by_cluster)?;
+        Ok(Response::new(PolicyResponse { policy: Some(shown(&policy)) }))
+    }
+
+    async fn set_policy(
+        &self,
+        request: Request<SetPolicyRequest>,
+    ) -> Result<Response<ClusterResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        let (peer, SetPolicyRequest { set, reason }) = open(request)?;
+        let settings = settings(&set.unwrap_or_default())?;
+        self.0.change(peer, Wish::SetPolicy(settings), &reason).await
+    }
+
+    async fn address(
+        &self,
+        request: Request<AddressRequest>,
+    ) -> Result<Response<ClusterResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        let (peer, AddressRequest { node, peer_addr, reason }) = open(request)?;
+        check_node(&node)?;
+        check_address(&peer_addr)?;
+        let wish = AdminRequest::Address { node, peer_addr };
+        self.0.change(peer, Wish::Ask(wish), &reason).await
+    }
+
+    async fn finalize(
+        &self,
+        request: Request<FinalizeRequest>,
+    ) -> Result<Response<ClusterResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        let (peer, FinalizeRequest { reason }) = open(request)?;
+        self.0.change(peer, Wish::Ask(AdminRequest::Finalize), &reason).await
+    }
+
+    async fn drain(
+        &self,
+        request: Request<DrainRequest>,
+    ) -> Result<Response<ClusterResponse>, Status> {
+        self.0.check_admin(&request).await?;
+        let (peer, DrainRequest { undo, reason }) = open(request)?;
+        self.0.change(peer, Wish::Ask(AdminRequest::Drain { on: !undo }), &reason).await
     }
 
     type HealthStream = Told<HealthResponse>;
@@ -142,25 +205,25 @@ impl App {
         })
     }
 
+    /// Changes the cluster for an operator, who must say why.
     async fn change(
         &self,
-        Peer(peer): Peer,
-        change: AdminRequest,
-        how: &'static str,
-        node: &str,
+        peer: Peer,
+        wish: Wish,
         reason: &str,
     ) -> Result<Response<ClusterResponse>, Status> {
-        let reason = fields::reason(reason)?;
-        let result = self.cluster()?.admin(change).await;
-        let done = result.is_ok();
-        tracing::info!(audit = true, %peer, node, how, done, reason, "cluster changed by an operator");
-        match result {
-            Ok(()) => Ok(Response::new(ClusterResponse {})),
-            Err(why) => {
-                let refused = Refused::new(Code::FailedPrecondition, Reason::ClusterRefused, why);
-                Err(refused.into())
-            }
-        }
+        self.perform(peer, wish, fields::reason(reason)?).await?;
+        Ok(Response::new(ClusterResponse {}))
+    }
+
+    async fn perform(&self, Peer(peer): Peer, wish: Wish, reason: &str) -> Result<Done, Refused> {
+        self.cluster()?;
+        let (service, reason) = (Arc::clone(&self.service), reason.to_owned());
+        let done = whole(async move {
+            let by = By::address(Door::Grpc, peer);
+            operate::perform(&service, &by, wish, &reason).await
+        });
+        done.await.ok_or_else(Refused::internal)?.map_err(by_cluster)
     }
 
     fn health(&self) -> HealthResponse {
@@ -182,18 +245,118 @@ impl App {
     }
 }
 
+fn by_cluster(why: String) -> Refused {
+    Refused::new(Code::FailedPrecondition, Reason::ClusterRefused, why)
+}
+
 fn check_node(text: &str) -> Result<(), Refused> {
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    if (1..=NODE_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_allowed) {
+    if operate::is_node(text) {
         return Ok(());
     }
     Err(Refused::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"))
 }
 
-fn is_address(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else { return false };
-    text.len() <= ADDRESS_BYTES_MAX
-        && !host.is_empty()
-        && host.bytes().all(|byte| byte.is_ascii_graphic())
-        && port.parse::<u16>().is_ok_and(|port| port > 0)
+fn check_address(text: &str) -> Result<(), Refused> {
+    if operate::is_address(text) {
+        return Ok(());
+    }
+    Err(Refused::bad_request("an address is host:port"))
+}
+
+fn shown(policy: &CorePolicy) -> Policy {
+    let limits = &policy.limits;
+    let auto_release = match policy.auto_release {
+        Release::Any => AutoRelease::Any,
+        Release::Clean => AutoRelease::Clean,
+        Release::Lease => AutoRelease::Lease,
+    };
+    Policy {
+        max_locks: Some(limits.locks_max),
+        max_keys: Some(limits.keys_max),
+        max_list_length: Some(limits.list_length_max),
+        max_waiters: Some(limits.waiters_max),
+        max_subscriptions: Some(limits.subscriptions_max),
+        max_value_bytes: Some(limits.value_bytes_max),
+        default_lease_ttl_s: Some(operate::seconds(limits.default_lease)),
+        gc_max_idle_s: Some(operate::seconds(limits.idle_max)),
+        gc_interval_s: Some(operate::seconds(limits.gc_interval)),
+        shared_key_namespace: Some(limits.shared_namespace),
+        kv_idle_gc: Some(limits.kv_idle_gc),
+        failover_grace_s: Some(operate::seconds(limits.failover_grace)),
+        auto_release: Some(auto_release.into()),
+        orphan_ttl_s: Some(operate::seconds(policy.orphan_ttl)),
+    }
+}
+
+/// The settings that a policy has, by the names of their flags.
+fn settings(policy: &Policy) -> Result<Settings, Refused> {
+    let auto_release = match policy.auto_release.map(AutoRelease::try_from) {
+        None => None,
+        Some(Ok(AutoRelease::Any)) => Some(Release::Any),
+        Some(Ok(AutoRelease::Clean)) => Some(Release::Clean),
+        Some(Ok(AutoRelease::Lease)) => Some(Release::Lease),
+        Some(Ok(AutoRelease::Unspecified) | Err(_)) => {
+            return Err(Refused::bad_request("an unknown policy of releases"));
+        }
+    };
+    let number = |value: Option<u64>| value.map(|value| json!(value));
+    let truth = |value: Option<bool>| value.map(Value::from);
+    let all = [
+        ("max-locks", number(policy.max_locks)),
+        ("max-keys", number(policy.max_keys)),
+        ("max-list-length", number(policy.max_list_length)),
+        ("max-waiters", number(policy.max_waiters)),
+        ("max-subscriptions", number(policy.max_subscriptions)),
+        ("max-value-bytes", number(policy.max_value_bytes)),
+        ("default-lease-ttl", number(policy.default_lease_ttl_s)),
+        ("gc-max-idle", number(policy.gc_max_idle_s)),
+        ("gc-interval", number(policy.gc_interval_s)),
+        ("shared-key-namespace", truth(policy.shared_key_namespace)),
+        ("kv-idle-gc", truth(policy.kv_idle_gc)),
+        ("failover-grace", number(policy.failover_grace_s)),
+        ("auto-release", auto_release.map(|it| json!(operate::release_name(it)))),
+        ("orphan-ttl", number(policy.orphan_ttl_s)),
+    ];
+    let given = all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+    let settings: Settings = given.collect();
+    if settings.is_empty() {
+        return Err(Refused::bad_request("at least one setting is required"));
+    }
+    operate::check_settings(&settings).map_err(Refused::bad_request)?;
+    Ok(settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::{Limits, Span};
+
+    use super::*;
+
+    /// Every setting is told, and can be given back under the name it has everywhere.
+    #[test]
+    fn what_is_shown_can_be_set() {
+        let limits = Limits::default();
+        let policy =
+            CorePolicy { limits, auto_release: Release::Clean, orphan_ttl: Span::from_secs(3) };
+        let mut told = shown(&policy);
+        assert!(settings(&told).is_err(), "the name spaces stay what they are");
+        told.shared_key_namespace = None;
+        let settings = settings(&told).expect("they are in range");
+        assert_eq!(settings.len(), 13);
+        assert!(settings.contains(&("orphan-ttl".to_owned(), json!(3))));
+        assert!(settings.contains(&("auto-release".to_owned(), json!("clean"))));
+    }
+
+    #[test]
+    fn wrong_settings_are_refused() {
+        assert!(settings(&Policy::default()).is_err(), "none");
+        for policy in [
+            Policy { max_locks: Some(0), ..Policy::default() },
+            Policy { max_value_bytes: Some(1_048_577), ..Policy::default() },
+            Policy { auto_release: Some(0), ..Policy::default() },
+            Policy { auto_release: Some(9), ..Policy::default() },
+        ] {
+            assert!(settings(&policy).is_err(), "{policy:?}");
+        }
+    }
 }

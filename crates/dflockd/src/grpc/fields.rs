@@ -42,7 +42,8 @@ pub(crate) fn group(group: &[u8]) -> Checked<&[u8]> {
     if group.len() > KEY_BYTES_MAX || group.iter().any(is_line_end) {
         return Err(Refused::bad_request("a group has at most 256 bytes and neither CR nor LF"));
     }
-    Ok(group)
+    // The line protocol can name no other: a group has members from everywhere.
+    Ok(group.trim_ascii())
 }
 
 /// A value, item or payload that the line protocol can carry, too.

@@ -1,5 +1,5 @@
-//! What every call passes before its service: token, and the state of the server. And what every answer passes that
-//! gives something away: if nobody takes it, that is given back.
+//! What every call passes before its service: token, and the state of the server. And what every answer passes: it is
+//! counted, what it gives away is given back if nobody takes it, and it ends when the server does.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::service::Routes;
-use tonic::{Response, Status};
+use tonic::{Code, Response, Status};
 use tower::{Layer, Service};
 
 use super::error::Refused;
@@ -23,6 +23,7 @@ use super::sessions::Told;
 use super::{App, Peer};
 use crate::caller::Answer;
 use crate::config::FollowerMode;
+use crate::metrics::{GrpcMethod, Streams};
 
 /// Whoever guesses tokens has to wait this long for each answer.
 pub(super) const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
@@ -32,6 +33,8 @@ const HEALTH: &str = "/grpc.health.v1.Health/";
 const CLUSTER: &str = "/dflockd.v1.Cluster/";
 /// Describes the services.
 const REFLECTION: &str = "/grpc.reflection.";
+/// What was asked of this server, whoever leads.
+const AUDIT: &str = "/dflockd.v1.Admin/Audit";
 
 /// Puts [`Gated`] around the services.
 #[derive(Clone)]
@@ -77,17 +80,70 @@ impl Service<Request<Body>> for Gated {
     }
 
     fn call(&mut self, request: Request<Body>) -> Passing {
-        match self.app.admit(&request) {
+        let begun = Instant::now();
+        let method = GrpcMethod::of(request.uri().path());
+        let step = match self.app.admit(&request) {
             Ok(()) => {
-                let deadline = patience(request.headers()).map(|left| Instant::now() + left);
-                Passing::Route(self.routes.call(request), deadline)
+                let deadline = patience(request.headers()).map(|left| begun + left);
+                let request = match method.streams {
+                    Streams::No | Streams::Yes | Streams::Health => request,
+                    Streams::Reflection => self.until_drained(request),
+                };
+                Step::Route(self.routes.call(request), deadline)
             }
-            Err(Turned::Away(refused)) => Passing::Refused(Some(refused)),
+            Err(Turned::Away(refused)) => Step::Refused(Some(refused)),
             Err(Turned::AwayLater(refused)) => {
                 let pause = Box::pin(tokio::time::sleep(WRONG_TOKEN_PAUSE));
-                Passing::Pause(pause, Some(refused))
+                Step::Pause(pause, Some(refused))
             }
+        };
+        let drained = match method.streams {
+            Streams::No | Streams::Health => None,
+            Streams::Yes | Streams::Reflection => Some(drained(&self.app)),
+        };
+        let call = Call { app: Arc::clone(&self.app), method, begun, code: Code::Cancelled };
+        Passing { step, call: Some(call), drained }
+    }
+}
+
+impl Gated {
+    /// Lets the library that describes the services see the end of its client's stream when the server shuts down: as
+    /// long as it reads, the connection stays.
+    fn until_drained(&self, request: Request<Body>) -> Request<Body> {
+        request.map(|body| Body::new(UntilDrained { body, drained: drained(&self.app) }))
+    }
+}
+
+/// Ready when the server shuts down.
+type Drained = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+fn drained(app: &Arc<App>) -> Drained {
+    let app = Arc::clone(app);
+    Box::pin(async move { app.drained().await })
+}
+
+/// A call that is counted when it ends.
+struct Call {
+    app: Arc<App>,
+    method: &'static GrpcMethod,
+    begun: Instant,
+    /// How it ended. If nobody says, its client is gone.
+    code: Code,
+}
+
+impl Call {
+    /// Notes how it ended, if these headers tell.
+    fn look(&mut self, headers: &HeaderMap) {
+        if let Some(status) = headers.get(Status::GRPC_STATUS) {
+            self.code = Code::from_bytes(status.as_bytes());
         }
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let took = self.begun.elapsed();
+        self.app.service.metrics.grpc_call(self.method, self.code, took);
     }
 }
 
@@ -128,7 +184,7 @@ impl App {
             self.service.metrics.auth_failed(Door::Grpc);
             return Err(Turned::AwayLater(Refused::unauthenticated()));
         }
-        if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) {
+        if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(());
         }
         if self.service.is_draining() {
@@ -148,8 +204,16 @@ impl App {
 }
 
 /// A call on its way to its answer.
+pub(super) struct Passing {
+    step: Step,
+    /// Goes on to the body of the answer.
+    call: Option<Call>,
+    /// Likewise, if the call streams.
+    drained: Option<Drained>,
+}
+
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
-pub(super) enum Passing {
+enum Step {
     /// In its service, which the client waits for until then.
     Route(<Routes as Service<Request<Body>>>::Future, Option<Instant>),
     Pause(Pin<Box<Sleep>>, Option<Refused>),
@@ -160,36 +224,90 @@ impl Future for Passing {
     type Output = Result<HttpResponse<GivingBody>, Infallible>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let refused = match &mut *self {
-            Self::Route(route, deadline) => {
-                let answered = Pin::new(route).poll(cx).map_ok(|mut response| {
-                    let gift = response.extensions_mut().remove::<Gift>();
-                    let answer = gift.and_then(|gift| gift.0.lock().take());
-                    response.map(|body| GivingBody { body, answer })
-                });
-                // The server around this has the same deadline and wakes for it, but would call it CANCELLED.
-                if answered.is_ready() || deadline.is_none_or(|deadline| Instant::now() < deadline)
-                {
-                    return answered;
+        let this = &mut *self;
+        let refused = match &mut this.step {
+            Step::Route(route, deadline) => {
+                if let Poll::Ready(Ok(response)) = Pin::new(route).poll(cx) {
+                    return Poll::Ready(Ok(this.answer(response)));
                 }
-                Some(Refused::too_late())
+                if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                    // The server around this has the same deadline and wakes for it, but would call it CANCELLED.
+                    Some(Refused::too_late())
+                } else if is_over(&mut this.drained, cx) {
+                    // Its client has not even said what it wants to hear.
+                    Some(Refused::draining())
+                } else {
+                    return Poll::Pending;
+                }
             }
-            Self::Pause(pause, refused) => {
+            Step::Pause(pause, refused) => {
                 std::task::ready!(pause.as_mut().poll(cx));
                 refused.take()
             }
-            Self::Refused(refused) => refused.take(),
+            Step::Refused(refused) => refused.take(),
         };
         let status = Status::from(refused.unwrap_or_else(Refused::internal));
-        let response = status.into_http::<Body>();
-        Poll::Ready(Ok(response.map(|body| GivingBody { body, answer: None })))
+        Poll::Ready(Ok(this.answer(status.into_http())))
     }
+}
+
+impl Passing {
+    fn answer(&mut self, mut response: HttpResponse<Body>) -> HttpResponse<GivingBody> {
+        let gift = response.extensions_mut().remove::<Gift>();
+        let answer = gift.and_then(|gift| gift.0.lock().take());
+        let (mut call, drained) = (self.call.take(), self.drained.take());
+        if let Some(call) = &mut call {
+            call.look(response.headers());
+        }
+        response.map(|body| GivingBody { body, answer, call, drained })
+    }
+}
+
+/// Whether a stream has to end.
+fn is_over(drained: &mut Option<Drained>, cx: &mut Context<'_>) -> bool {
+    drained.as_mut().is_some_and(|drained| drained.as_mut().poll(cx).is_ready())
 }
 
 /// The body of an answer. What it gives is given back unless the message is taken.
 pub(super) struct GivingBody {
     body: Body,
     answer: Option<Answer>,
+    call: Option<Call>,
+    drained: Option<Drained>,
+}
+
+impl GivingBody {
+    /// The last of a stream that ends because the server does.
+    fn end(&mut self) -> Frame<Bytes> {
+        self.body = Body::empty();
+        self.drained = None;
+        let mut trailers = HeaderMap::new();
+        // It is refused only if it can not be written, and this can.
+        let _ = Status::from(Refused::draining()).add_header(&mut trailers);
+        if let Some(call) = &mut self.call {
+            call.code = Code::Unavailable;
+        }
+        Frame::trailers(trailers)
+    }
+
+    /// Looks at what goes to the client. Whether a stream ends because the server does, and does not say so.
+    fn look(&mut self, frame: &Frame<Bytes>) -> bool {
+        if frame.is_data() {
+            if let Some(answer) = self.answer.take() {
+                answer.told();
+            }
+            return false;
+        }
+        let (Some(call), Some(trailers)) = (&mut self.call, frame.trailers_ref()) else {
+            return false;
+        };
+        call.look(trailers);
+        let is_mute = match call.method.streams {
+            Streams::No | Streams::Yes => false,
+            Streams::Health | Streams::Reflection => true,
+        };
+        is_mute && call.code == Code::Ok && call.app.service.is_draining()
+    }
 }
 
 impl HttpBody for GivingBody {
@@ -200,14 +318,46 @@ impl HttpBody for GivingBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        let frame = std::task::ready!(Pin::new(&mut self.body).poll_frame(cx));
-        if let Some(Ok(frame)) = &frame
-            && frame.is_data()
-            && let Some(answer) = self.answer.take()
-        {
-            answer.told();
+        let this = &mut *self;
+        match Pin::new(&mut this.body).poll_frame(cx) {
+            Poll::Ready(Some(Ok(frame))) => {
+                let frame = if this.look(&frame) { this.end() } else { frame };
+                Poll::Ready(Some(Ok(frame)))
+            }
+            // What was to be told before has been.
+            Poll::Pending if is_over(&mut this.drained, cx) => Poll::Ready(Some(Ok(this.end()))),
+            other @ (Poll::Ready(_) | Poll::Pending) => other,
         }
-        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// What a client sends, up to the moment when the server shuts down.
+struct UntilDrained {
+    body: Body,
+    drained: Drained,
+}
+
+impl HttpBody for UntilDrained {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = &mut *self;
+        match Pin::new(&mut this.body).poll_frame(cx) {
+            Poll::Pending if this.drained.as_mut().poll(cx).is_ready() => Poll::Ready(None),
+            other @ (Poll::Ready(_) | Poll::Pending) => other,
+        }
     }
 
     fn is_end_stream(&self) -> bool {

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use dflockd_core::{Command, LostReason, Outcome, Push, Refusal};
 use dflockd_wire::grpc::sessions_server::Sessions as Service;
 use dflockd_wire::grpc::{
-    AttachRequest, AttachResponse, CloseRequest, CloseResponse, KeepAliveRequest,
-    KeepAliveResponse, LostLock, LostReason as Lost, OpenRequest, OpenResponse,
+    AttachRequest, AttachResponse, CancelRequest, CancelResponse, CloseRequest, CloseResponse,
+    KeepAliveRequest, KeepAliveResponse, LostLock, LostReason as Lost, OpenRequest, OpenResponse,
 };
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
@@ -112,10 +112,23 @@ impl Service for Api {
         let number = session.caller.id().0;
         Ok(Response::new(AttachResponse { number, ttl_ms: session.ttl_ms() }))
     }
+
+    async fn cancel(
+        &self,
+        request: Request<CancelRequest>,
+    ) -> Result<Response<CancelResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let number = fields::request(request.request_id)?;
+        let number = number.ok_or_else(|| Refused::bad_request("a request id is required"))?;
+        let (_, session) = self.0.session(&request.session, peer).await?;
+        let waited = session.caller.cancel(number);
+        Ok(Response::new(CancelResponse { waited }))
+    }
 }
 
 impl App {
-    /// Ends a session for its client. Done when all members know.
+    /// Ends a session for its client, which is no disconnect: whatever the policy says about those, its holds are
+    /// released. Done when all members know.
     async fn close_session(&self, id: &str, peer: Peer) -> Result<(), Refused> {
         let (key, session) = self.session(id, peer).await?;
         // If the common session is gone, that says nothing about this one.

@@ -1,4 +1,5 @@
-//! What an operator does: ends a hold or a session, changes who is in the cluster. All of it is audited.
+//! What an operator does: ends a hold or a session, changes who is in the cluster. All of it is audited, and what was
+//! done is told here.
 
 use std::time::Duration;
 
@@ -6,7 +7,8 @@ use axum::extract::{FromRequestParts, State};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
-use dflockd_core::{Command, Fence, Outcome, Refusal, SessionId, Space};
+use dflockd_core::{Outcome, Refusal, SessionId, Space};
+use dflockd_engine::Door;
 use dflockd_engine::replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -14,21 +16,23 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::answer::{self, StatusBody};
-use super::body::{self, Json, Key, reply};
+use super::answer::{self, Decimal, StatusBody};
+use super::body::{self, Json, Key, Query, reply};
 use super::contract::{AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals};
 use super::error::ApiError;
-use super::{Admin, Peer, Shared, fields};
+use super::{Admin, App, Peer, Shared, fields};
+use crate::audit::{By, Deed, Record, whole};
 use crate::config::FollowerMode;
+use crate::metrics::door_name;
+use crate::operate::{self, is_address, is_node};
 
 /// How long a new member may take to catch up before the request ends.
 const CATCH_UP: Duration = Duration::from_secs(10);
 /// How often it is looked whether it has.
 const CATCH_UP_LOOK: Duration = Duration::from_millis(100);
-/// The longest name of a node.
-const NODE_BYTES_MAX: usize = 64;
-/// The longest address.
-const ADDRESS_BYTES_MAX: usize = 262;
+/// The usual page of what was done, and the longest.
+const PAGE: usize = 100;
+const PAGE_MAX: usize = 1000;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::new()
@@ -37,6 +41,7 @@ pub(crate) fn routes() -> OpenApiRouter<Shared> {
         .routes(routes!(add_voter))
         .routes(routes!(remove_voter))
         .routes(routes!(read_index))
+        .routes(routes!(audit))
 }
 
 /// The `{id}` of the path.
@@ -105,12 +110,11 @@ async fn force_release(
         LockSpace::Lock => Space::Locks,
         LockSpace::Sem => Space::Semaphores,
     };
-    let command = Command::ForceRelease { key: &key, space, fence: Fence(fence) };
-    let answer = app.call_common(command).await?;
-    let known = *answer.outcome() == Outcome::Done;
-    let key = key.escape_ascii();
-    tracing::info!(audit = true, %peer, %key, fence, known, reason, "hold ended by an operator");
-    answer::done(answer.outcome())
+    let by = By::address(Door::Http, peer);
+    let hold = (key.0, space, fence);
+    let ended =
+        operate::end_hold(app.service.clone(), app.common(), by, hold, reason.to_owned()).await;
+    answer::done(&ended.map_err(|_| ApiError::refused(Refusal::Forgotten))?)
 }
 
 /// Ends somebody's session or connection. What it holds is released.
@@ -140,10 +144,10 @@ async fn end_session(
     if common.id() == SessionId(session) {
         return Err(ApiError::not_found());
     }
-    let outcome = common.kick(SessionId(session)).await;
-    let outcome = outcome.map_err(|_| ApiError::refused(Refusal::Forgotten))?;
-    let known = outcome == Outcome::Done;
-    tracing::info!(audit = true, %peer, session, known, reason, "session ended by an operator");
+    let by = By::address(Door::Http, peer);
+    let ended =
+        operate::end_session(app.service.clone(), common, by, session, reason.to_owned()).await;
+    let outcome = ended.map_err(|_| ApiError::refused(Refusal::Forgotten))?;
     if outcome == Outcome::Refused(Refusal::NotHeld) {
         return Err(ApiError::not_found());
     }
@@ -197,7 +201,7 @@ async fn add_voter(
     Peer(peer): Peer,
     Json(body): Json<AddVoter>,
 ) -> Result<Response, ApiError> {
-    let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
+    app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
     let AddVoter { node_id, raft_addr, client_addr, witness } = body;
     if !is_node(&node_id) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
@@ -212,19 +216,14 @@ async fn add_voter(
         client_addr,
         witness: witness.unwrap_or(false),
     };
-    let mut result = member.admin(add).await;
-    let deadline = Instant::now() + CATCH_UP;
-    while result.is_ok() {
-        result = member.admin(AdminRequest::Promote { node: node.clone() }).await;
-        if result.is_ok() || Instant::now() >= deadline {
-            result = result.map_err(|why| format!("{why}; it is a learner until you ask again"));
-            break;
-        }
-        tokio::time::sleep(CATCH_UP_LOOK).await;
-        result = Ok(());
-    }
-    let done = result.is_ok();
-    tracing::info!(audit = true, %peer, node, done, "member added by an operator");
+    let added = whole(async move {
+        let result = app.add_member(add, &node).await;
+        let deed = Deed::Change { verb: "add", node: Some(node) };
+        let by = By::address(Door::Http, peer);
+        app.service.audit.note(&by, deed, "", Some(result.is_ok()));
+        result
+    });
+    let result = added.await.ok_or_else(ApiError::internal)?;
     told(result, node_id, "add_voter_failed")
 }
 
@@ -251,12 +250,19 @@ async fn remove_voter(
     Id(node): Id,
 ) -> Result<Response, ApiError> {
     let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
+    let member = member.clone();
     if !is_node(&node) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
-    let result = member.admin(AdminRequest::Remove { node: node.clone() }).await;
-    let done = result.is_ok();
-    tracing::info!(audit = true, %peer, node, done, "member removed by an operator");
+    let removed = node.clone();
+    let removal = whole(async move {
+        let result = member.admin(AdminRequest::Remove { node: removed.clone() }).await;
+        let deed = Deed::Change { verb: "remove", node: Some(removed) };
+        let by = By::address(Door::Http, peer);
+        app.service.audit.note(&by, deed, "", Some(result.is_ok()));
+        result
+    });
+    let result = removal.await.ok_or_else(ApiError::internal)?;
     told(result, node, "remove_voter_failed")
 }
 
@@ -271,18 +277,20 @@ fn told(
     }
 }
 
-fn is_node(text: &str) -> bool {
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    (1..=NODE_BYTES_MAX).contains(&text.len()) && text.bytes().all(is_allowed)
-}
-
-fn is_address(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else { return false };
-    let printable = host.bytes().all(|byte| byte.is_ascii_graphic());
-    text.len() <= ADDRESS_BYTES_MAX
-        && !host.is_empty()
-        && printable
-        && port.parse::<u16>().is_ok_and(|port| port > 0)
+impl App {
+    /// Adds a member and lets it vote when it has caught up.
+    async fn add_member(&self, add: AdminRequest, node: &str) -> Result<(), String> {
+        let member = self.service.engine.replicated().ok_or("there is no cluster")?;
+        member.admin(add).await?;
+        let deadline = Instant::now() + CATCH_UP;
+        loop {
+            let result = member.admin(AdminRequest::Promote { node: node.to_owned() }).await;
+            if result.is_ok() || Instant::now() >= deadline {
+                return result.map_err(|why| format!("{why}; it is a learner until you ask again"));
+            }
+            tokio::time::sleep(CATCH_UP_LOOK).await;
+        }
+    }
 }
 
 /// Answers when everything that was done before, by anybody, can be seen here.
@@ -308,23 +316,109 @@ async fn read_index(State(app): State<Shared>) -> Result<Response, ApiError> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+// ---- What was done ----
 
-    #[test]
-    fn names_and_addresses() {
-        for node in ["n1", "A.b_c-9", &"n".repeat(64)] {
-            assert!(is_node(node), "{node}");
+/// Which records.
+#[derive(Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+struct WhichRecords {
+    /// How many; 100 if nothing is said.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u64>,
+    /// `next` of the page before. One that was not given out yet is of an earlier life of the server, and stands for 0.
+    #[param(pattern = "^[0-9]{1,20}$")]
+    after: Option<String>,
+}
+
+/// What operators did, in order.
+#[derive(Serialize, ToSchema)]
+struct AuditList {
+    records: Vec<AuditLook>,
+    /// What to ask for as `after` to get the next page; null if this is the last.
+    #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
+    next: Option<Decimal>,
+}
+
+/// What an operator did, or tried to do.
+#[derive(Serialize, ToSchema)]
+struct AuditLook {
+    /// 1, 2, 3 ... since the server was started. A gap is what is no longer kept.
+    #[schema(value_type = String, pattern = "^[0-9]+$")]
+    number: Decimal,
+    /// When, in milliseconds of Unix time, by the clock of this server.
+    unix_ms: u64,
+    /// By which protocol: `line`, `http` or `grpc`.
+    #[schema(value_type = String, example = "http")]
+    door: &'static str,
+    /// The address it was asked from.
+    #[schema(value_type = String)]
+    peer: std::sync::Arc<str>,
+    /// `force-release`, `end-session`, `backup`, or the change of the cluster, such as `add`.
+    #[schema(value_type = String, example = "force-release")]
+    what: &'static str,
+    /// The lock, where a hold was ended.
+    key: Option<String>,
+    /// The fence of that hold.
+    #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
+    fence: Option<Decimal>,
+    /// The number of the session that was ended.
+    #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
+    session: Option<Decimal>,
+    /// The member that it was about, if one was named.
+    node: Option<String>,
+    /// Why, in the operator's words.
+    reason: String,
+    /// Whether it was done; null if that was not known yet when it was written down.
+    done: Option<bool>,
+}
+
+impl AuditLook {
+    fn new(record: &Record) -> Self {
+        let mut look = Self {
+            number: Decimal(record.number),
+            unix_ms: record.unix_ms,
+            door: door_name(record.door),
+            peer: record.peer.clone(),
+            what: record.deed.name(),
+            key: None,
+            fence: None,
+            session: None,
+            node: None,
+            reason: record.reason.clone(),
+            done: record.done,
+        };
+        match &record.deed {
+            Deed::EndHold { key, fence } => {
+                look.key = Some(String::from_utf8_lossy(key).into_owned());
+                look.fence = Some(Decimal(*fence));
+            }
+            Deed::EndSession { session } => look.session = Some(Decimal(*session)),
+            Deed::Change { node, .. } => look.node.clone_from(node),
+            Deed::Backup => {}
         }
-        for node in ["", "n 1", "n/1", "n\u{e9}", &"n".repeat(65)] {
-            assert!(!is_node(node), "{node}");
-        }
-        for address in ["127.0.0.1:7001", "[::1]:1", "host.example:65535"] {
-            assert!(is_address(address), "{address}");
-        }
-        for address in ["", ":1", "host", "host:", "host:0", "host:65536", "ho st:1", "host:x"] {
-            assert!(!is_address(address), "{address}");
-        }
+        look
     }
+}
+
+/// What operators asked of this server, by whatever protocol. The last 1000 are kept; what lasts is the log.
+#[utoipa::path(
+    get,
+    path = "/v1/admin/audit",
+    tag = "admin",
+    params(NeedsAdmin, WhichRecords),
+    responses((status = 200, description = "A page of records.", body = AuditList), AdminRefusals)
+)]
+async fn audit(
+    _: Admin,
+    State(app): State<Shared>,
+    Query(query): Query<WhichRecords>,
+) -> Result<Response, ApiError> {
+    let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
+    let after = query.after.as_deref().map_or(Some(0), fields::number);
+    let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a record"))?;
+    let records = app.service.audit.after(after, limit);
+    let next = records.last().filter(|_| records.len() == limit);
+    let next = next.map(|last| Decimal(last.number));
+    let records = records.iter().map(|record| AuditLook::new(record)).collect();
+    Ok(reply(&AuditList { records, next }))
 }

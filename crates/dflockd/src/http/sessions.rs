@@ -16,7 +16,6 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
 use dflockd_engine::SessionSecret;
-use dflockd_engine::replica::types::AutoRelease;
 use parking_lot::Mutex;
 use tokio::sync::MutexGuard;
 
@@ -305,12 +304,8 @@ impl App {
     /// Ends a session that would otherwise wait for its client to come back. Done when all members know.
     async fn end_kept(&self, session: &Session) -> Result<(), ApiError> {
         // If the common session is gone, that says nothing about this one.
-        let lost = |_| ApiError::unavailable();
-        if self.service.auto_release == AutoRelease::Lease {
-            session.caller.close();
-            return self.common().barrier().await.map(|_| ()).map_err(lost);
-        }
-        let outcome = self.common().kick(session.caller.id()).await.map_err(lost)?;
+        let ended = self.common().end_session(session.caller.id()).await;
+        let outcome = ended.map_err(|_| ApiError::unavailable())?;
         if let Outcome::Refused(refusal) = outcome {
             let gone = refusal == Refusal::NotHeld;
             return Err(if gone { ApiError::session_gone() } else { ApiError::refused(refusal) });

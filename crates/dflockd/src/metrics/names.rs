@@ -98,6 +98,12 @@ metrics! {
         "Time it took to answer them, long polls included"
     HTTP_SECONDS_COUNT Counter Always "dflockd_http_request_duration_seconds_count" ["method" "path" "status"]
         "How many requests are in that sum"
+    GRPC_REQUESTS Counter Always "dflockd_grpc_requests_total" ["service" "method" "code"]
+        "Calls over gRPC that have ended, by service, method and code; `other` is what there is no method for"
+    GRPC_SECONDS_SUM Counter Always "dflockd_grpc_request_duration_seconds_sum" ["service" "method" "code"]
+        "How long they took, waits and streams included"
+    GRPC_SECONDS_COUNT Counter Always "dflockd_grpc_request_duration_seconds_count" ["service" "method" "code"]
+        "How many calls are in that sum"
 
     LOCKS_HELD Gauge State "dflockd_locks_held" []
         "Holds of mutexes, elections and read-write locks"
@@ -187,6 +193,10 @@ metrics! {
         "Time of each turn that applied entries"
     RAFT_LEADER_CHANGES Counter Cluster "dflockd_raft_leader_changes_total" []
         "How often this member saw another leader than before"
+    RAFT_ELECTIONS Counter Cluster "dflockd_raft_elections_total" []
+        "Elections in which this member stood"
+    RAFT_TIME_LAG Gauge Cluster "dflockd_raft_time_lag_seconds" []
+        "How long ago this member was told the cluster's time by a leader; 0 on the leader"
     RAFT_ADMIN_CHANGES Counter Cluster "dflockd_raft_admin_changes_total" ["op"]
         "Changes of the membership that were asked for here"
     RAFT_FSYNC_SECONDS Histogram Cluster "dflockd_raft_fsync_seconds" []
@@ -244,8 +254,10 @@ mod tests {
             assert!(seen.insert(metric.name), "{} comes twice", metric.name);
             let ours = ["dflockd_", "process_"].iter().any(|it| metric.name.starts_with(it));
             assert!(ours, "{} has no prefix", metric.name);
-            // Two names of the protocol's document are counters that look like a part of a summary.
-            let summary = metric.name.starts_with(HTTP_SECONDS_SUM.name.trim_end_matches("sum"));
+            // Two names of the protocol's document, and two like them, are counters that look like a part of a summary.
+            let summary = [HTTP_SECONDS_SUM, GRPC_SECONDS_SUM]
+                .iter()
+                .any(|sum| metric.name.starts_with(sum.name.trim_end_matches("sum")));
             let counts = metric.name.ends_with("_total") || summary;
             assert_eq!(counts, metric.kind == Kind::Counter, "{}", metric.name);
             assert!(!metric.help.ends_with('.'), "{}", metric.name);

@@ -135,8 +135,13 @@ pub(super) struct Process {
 
 impl Process {
     pub(super) fn start(args: &[String]) -> Self {
+        Self::start_with(args, None)
+    }
+
+    /// The same with a variable in its environment, which is empty otherwise.
+    pub(super) fn start_with(args: &[String], variable: Option<(&str, &str)>) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_dflockd"));
-        command.args(args).env_clear();
+        command.args(args).env_clear().envs(variable);
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -198,6 +203,7 @@ pub(super) struct Node {
     pub(super) client: SocketAddr,
     pub(super) dir: PathBuf,
     pub(super) flags: Vec<String>,
+    pub(super) variable: Option<(&'static str, &'static str)>,
     pub(super) process: Option<Process>,
 }
 
@@ -222,18 +228,18 @@ impl Node {
             flags.extend([flag.to_owned(), value]);
         }
         flags.extend_from_slice(formation);
-        Self { name: name.to_owned(), client, dir, flags, process: None }
+        Self { name: name.to_owned(), client, dir, flags, variable: None, process: None }
     }
 
     pub(super) fn start(&mut self) {
         assert!(self.process.is_none(), "{} runs", self.name);
-        self.process = Some(Process::start(&self.flags));
+        self.process = Some(Process::start_with(&self.flags, self.variable));
     }
 
     /// Starts it and demands that it ends by itself; gives what it said.
     #[track_caller]
     pub(super) fn start_in_vain(&mut self) -> String {
-        let mut process = Process::start(&self.flags);
+        let mut process = Process::start_with(&self.flags, self.variable);
         let status = process.wait_for_end();
         assert!(!status.success(), "{}: {}", self.name, process.output());
         process.output()

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::harness::{
@@ -11,7 +11,7 @@ use super::harness::{
 };
 use super::load::{Load, Stay, Told, check_exclusion, enter};
 
-fn addresses(cluster: &Cluster) -> Vec<SocketAddr> {
+pub(super) fn addresses(cluster: &Cluster) -> Vec<SocketAddr> {
     cluster.nodes.iter().map(|node| node.client).collect()
 }
 
@@ -222,15 +222,18 @@ impl Keeper {
     }
 }
 
-#[test]
-fn a_rolling_restart_under_load_loses_nothing() {
-    let mut cluster = Cluster::start_with(Turn::alone(), 3, &[]);
-    let servers = addresses(&cluster);
-    let stop = Arc::new(AtomicBool::new(false));
-    let keepers: Vec<_> = (0..3)
-        .map(|number| {
+/// One at each of three servers, until they are told to stop.
+pub(super) struct Keepers {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<String>>,
+}
+
+impl Keepers {
+    pub(super) fn start(servers: &[SocketAddr]) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let keep = |number| {
             let key = format!("kept-{number}");
-            let mut keeper = Keeper::new(servers.clone(), number, &key);
+            let mut keeper = Keeper::new(servers.to_vec(), number, &key);
             let stop = Arc::clone(&stop);
             thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
@@ -239,8 +242,26 @@ fn a_rolling_restart_under_load_loses_nothing() {
                 }
                 eventually("a last renewal", || keeper.renew(&key).then_some(keeper.token.clone()))
             })
-        })
-        .collect();
+        };
+        Self { threads: (0..3).map(keep).collect(), stop }
+    }
+
+    /// That none has lost its session or its hold.
+    #[track_caller]
+    pub(super) fn finish(self, client: &mut Client) {
+        self.stop.store(true, Ordering::Relaxed);
+        for (number, keeper) in self.threads.into_iter().enumerate() {
+            let token = keeper.join().expect("the keeper's checks hold");
+            client.check("r", &format!("kept-{number}"), &token, "ok");
+        }
+    }
+}
+
+#[test]
+fn a_rolling_restart_under_load_loses_nothing() {
+    let mut cluster = Cluster::start_with(Turn::alone(), 3, &[]);
+    let servers = addresses(&cluster);
+    let keepers = Keepers::start(&servers);
     let mut gaps = Vec::new();
     let mut refused = Vec::new();
     for at in 0..3 {
@@ -258,12 +279,7 @@ fn a_rolling_restart_under_load_loses_nothing() {
         refused.extend(ledger.refused());
         ledger.check(&mut cluster.connect(leader));
     }
-    stop.store(true, Ordering::Relaxed);
-    for (number, keeper) in keepers.into_iter().enumerate() {
-        let token = keeper.join().expect("the keeper's checks hold");
-        let mut client = cluster.connect(0);
-        client.check("r", &format!("kept-{number}"), &token, "ok");
-    }
+    keepers.finish(&mut cluster.connect(0));
     println!("longest time without an answer in a rolling restart, per node: {gaps:?}");
     // A draining node says so; nothing else may be refused.
     refused.retain(|answer| !answer.contains("error_draining"));

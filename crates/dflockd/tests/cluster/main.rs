@@ -16,6 +16,8 @@ mod load;
 #[cfg(test)]
 mod membership;
 #[cfg(test)]
+mod metrics;
+#[cfg(test)]
 mod operate;
 #[cfg(test)]
 mod partition;
@@ -24,6 +26,12 @@ mod policy;
 #[cfg(test)]
 mod proxy;
 #[cfg(test)]
+mod rebirth;
+#[cfg(test)]
 mod rotation;
 #[cfg(test)]
+mod slow_disk;
+#[cfg(test)]
 mod storage;
+#[cfg(test)]
+mod upgrade;

@@ -16,24 +16,30 @@ use super::harness::{
 };
 use super::load::Load;
 
-const TOKEN: &str = "an-admin-token";
-const ADMIN: [&str; 2] = ["--admin-token", TOKEN];
+pub(super) const TOKEN: &str = "an-admin-token";
+pub(super) const ADMIN: [&str; 2] = ["--admin-token", TOKEN];
 
 /// The server program for its offline work.
-fn offline<S: AsRef<OsStr>>(args: &[S]) -> Output {
+pub(super) fn offline<S: AsRef<OsStr>>(args: &[S]) -> Output {
+    offline_with(args, None)
+}
+
+/// The same with a variable in its environment.
+pub(super) fn offline_with<S: AsRef<OsStr>>(args: &[S], variable: Option<(&str, &str)>) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_dflockd"));
-    command.args(args).env_clear().stdin(Stdio::null()).output().expect("the binary exists")
+    command.args(args).env_clear().envs(variable).stdin(Stdio::null());
+    command.output().expect("the binary exists")
 }
 
 #[track_caller]
-fn refused<S: AsRef<OsStr> + Debug>(args: &[S], why: &str) {
+pub(super) fn refused<S: AsRef<OsStr> + Debug>(args: &[S], why: &str) {
     let output = offline(args);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains(why), "{args:?}: {output:?}");
 }
 
 #[track_caller]
-fn done<S: AsRef<OsStr> + Debug>(args: &[S]) -> String {
+pub(super) fn done<S: AsRef<OsStr> + Debug>(args: &[S]) -> String {
     let output = offline(args);
     assert!(output.status.success(), "{args:?}: {output:?}");
     String::from_utf8_lossy(&output.stdout).into_owned()
@@ -41,7 +47,7 @@ fn done<S: AsRef<OsStr> + Debug>(args: &[S]) -> String {
 
 /// The answer of an operator's request, done or not.
 #[track_caller]
-fn answer(client: &mut Client, verb: &str, wanted: &Value) -> Value {
+pub(super) fn answer(client: &mut Client, verb: &str, wanted: &Value) -> Value {
     client.begin("cluster", verb, &format!("{TOKEN} {wanted}"));
     let heard = client.hear(LIMIT);
     let line = heard.line().unwrap_or_else(|| panic!("{verb}: {heard:?}"));
@@ -50,7 +56,7 @@ fn answer(client: &mut Client, verb: &str, wanted: &Value) -> Value {
 }
 
 #[track_caller]
-fn operate(client: &mut Client, verb: &str, wanted: Value) -> Value {
+pub(super) fn operate(client: &mut Client, verb: &str, wanted: Value) -> Value {
     let mut wanted = wanted;
     if verb != "policy" || !wanted["set"].is_null() {
         wanted["reason"] = "a test".into();
@@ -61,7 +67,7 @@ fn operate(client: &mut Client, verb: &str, wanted: Value) -> Value {
 }
 
 #[track_caller]
-fn refuses(client: &mut Client, verb: &str, mut wanted: Value, why: &str) {
+pub(super) fn refuses(client: &mut Client, verb: &str, mut wanted: Value, why: &str) {
     wanted["reason"] = "a test".into();
     let answer = answer(client, verb, &wanted);
     let text = answer["why"].as_str().unwrap_or_default();
@@ -70,7 +76,7 @@ fn refuses(client: &mut Client, verb: &str, mut wanted: Value, why: &str) {
 
 /// A whole backup, as the command line fetches it.
 #[track_caller]
-fn backup(client: &mut Client) -> Vec<u8> {
+pub(super) fn backup(client: &mut Client) -> Vec<u8> {
     let begun = operate(client, "backup", json!({}));
     let total = usize::try_from(begun["bytes"].as_u64().unwrap()).unwrap();
     let mut bytes = Vec::new();
@@ -260,12 +266,12 @@ fn a_backup_becomes_a_new_cluster() {
 }
 
 /// The value of a flag.
-fn flag(node: &Node, name: &str) -> String {
+pub(super) fn flag(node: &Node, name: &str) -> String {
     let at = node.flags.iter().position(|flag| flag == name).unwrap();
     node.flags[at + 1].clone()
 }
 
-fn set_flag(node: &mut Node, name: &str, value: &str) {
+pub(super) fn set_flag(node: &mut Node, name: &str, value: &str) {
     let at = node.flags.iter().position(|flag| flag == name).unwrap();
     node.flags[at + 1] = value.to_owned();
 }

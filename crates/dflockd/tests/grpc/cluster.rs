@@ -4,11 +4,10 @@ use dflockd_wire::grpc::{
     AcquireRequest, AddCounterRequest, AddRequest, AttachRequest, CloseRequest, HealthRequest,
     MemberRole, MembersRequest, PromoteRequest, Reason, RemoveRequest, TransferRequest,
 };
-use tonic::metadata::MetadataValue;
 use tonic::{Code, Request};
 
 use super::harness::{Node, free_addresses};
-use super::site::{Link, Members, eventually, refused, soon};
+use super::site::{self, Link, Members, eventually, refused, soon};
 
 const ADMIN: &str = "adm1n-of-the-tests";
 
@@ -102,9 +101,7 @@ async fn a_session_outlives_its_member() {
 }
 
 fn admin<T>(message: T) -> Request<T> {
-    let mut request = Request::new(message);
-    request.metadata_mut().insert("x-dflockd-admin", MetadataValue::try_from(ADMIN).unwrap());
-    request
+    site::admin(ADMIN, message)
 }
 
 async fn roles(link: &Link) -> Vec<(String, MemberRole)> {
@@ -185,12 +182,12 @@ async fn followers_redirect_if_told_to() {
     // Where its other doors are is announced a moment after it is ready.
     let status = eventually("the leader's address", async || {
         let status = follower.sessions().open(open()).await.unwrap_err();
-        (!super::site::info(&status).leader_grpc.is_empty()).then_some(status)
+        (!site::info(&status).leader_grpc.is_empty()).then_some(status)
     })
     .await;
     let address = members.cluster.nodes[leader].client.to_string();
-    assert_eq!(super::site::info(&status).leader, address);
-    assert_eq!(super::site::info(&status).leader_grpc, members.grpc[leader].to_string());
+    assert_eq!(site::info(&status).leader, address);
+    assert_eq!(site::info(&status).leader_grpc, members.grpc[leader].to_string());
     refused(Err::<(), _>(status), Code::Unavailable, Reason::NotLeader);
     members.link(leader).await.open(0).await;
     let known: Vec<_> = members.grpc.iter().map(ToString::to_string).collect();

@@ -1,11 +1,30 @@
 //! The end of a server.
 
-use dflockd_wire::grpc::{AcquireRequest, ObserveRequest, Reason, WatchRequest};
-use tonic::Code;
+use std::fmt::Debug;
+
+use dflockd_wire::grpc::{
+    AcquireRequest, AuditRequest, HealthRequest, KeepAliveRequest, ObserveRequest, Reason,
+    SubscribeRequest, WatchRequest,
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
+use tonic_reflection::pb::{v1, v1alpha};
 
-use super::site::{Members, Site, eventually, refused, soon};
+use super::site::{Members, Site, admin, eventually, refused, soon};
+
+/// The last word of a stream.
+async fn end<T: Debug>(stream: &mut Streaming<T>) -> Status {
+    loop {
+        match soon("its end", stream.message()).await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("it ends with a reason"),
+            Err(status) => return status,
+        }
+    }
+}
 
 /// Who waits is told, streams end with a reason, and the process ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -30,25 +49,85 @@ async fn a_server_that_goes_tells_everybody() {
     site.server.signal("TERM");
     let told = soon("its end", call).await.unwrap();
     refused(told, Code::Unavailable, Reason::Draining);
-    let ended = loop {
-        match soon("its end", watch.message()).await {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it ends with a reason"),
-            Err(status) => break status,
-        }
-    };
-    refused(Err::<(), _>(ended), Code::Unavailable, Reason::Draining);
-    let ended = loop {
-        match soon("its end", observe.message()).await {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it ends with a reason"),
-            Err(status) => break status,
-        }
-    };
-    refused(Err::<(), _>(ended), Code::Unavailable, Reason::Draining);
+    refused(Err::<(), _>(end(&mut watch).await), Code::Unavailable, Reason::Draining);
+    refused(Err::<(), _>(end(&mut observe).await), Code::Unavailable, Reason::Draining);
     assert_eq!(soon("health", watching.message()).await.unwrap().unwrap().status, 2);
-    assert_eq!(soon("its end", watching.message()).await.unwrap(), None);
+    refused(Err::<(), _>(end(&mut watching).await), Code::Unavailable, Reason::Draining);
     assert!(site.server.wait_for_end().success());
+}
+
+/// No stream keeps the server, also one whose client has not said anything yet, or says nothing more. The time for the
+/// drain is longer than this test waits.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_streams_do_not_keep_the_server() {
+    const ADMIN: &str = "adm1n-of-the-tests";
+    let mut site = Site::start(&["--shutdown-timeout", "600", "--admin-token", ADMIN]);
+    let link = site.link().await;
+    let session = link.open(600_000).await;
+
+    let mut reflection =
+        v1::server_reflection_client::ServerReflectionClient::new(link.channel.clone());
+    let (ask, questions) = mpsc::channel(4);
+    ask.send(v1::ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(v1::server_reflection_request::MessageRequest::ListServices(
+            String::new(),
+        )),
+    })
+    .await
+    .unwrap();
+    let answers = reflection.server_reflection_info(ReceiverStream::new(questions)).await;
+    let mut answers = answers.unwrap().into_inner();
+    soon("an answer", answers.message()).await.unwrap().unwrap();
+    let mut older =
+        v1alpha::server_reflection_client::ServerReflectionClient::new(link.channel.clone());
+    let (ask_older, questions) = mpsc::channel::<v1alpha::ServerReflectionRequest>(4);
+    let older = older.server_reflection_info(ReceiverStream::new(questions)).await;
+    let mut older = older.unwrap().into_inner();
+
+    let (beat, beats) = mpsc::channel(4);
+    let first = KeepAliveRequest { session: session.id.clone(), ack_through: 0 };
+    beat.send(first).await.unwrap();
+    let alive = link.sessions().keep_alive_stream(ReceiverStream::new(beats)).await;
+    let mut alive = alive.unwrap().into_inner();
+    soon("a keep-alive", alive.message()).await.unwrap().unwrap();
+    let health = link.cluster().health(HealthRequest {}).await;
+    let mut health = health.unwrap().into_inner();
+    assert!(soon("health", health.message()).await.unwrap().unwrap().ready);
+    let follow = AuditRequest { follow: true, ..AuditRequest::default() };
+    let mut audit = link.admin().audit(admin(ADMIN, follow)).await.unwrap().into_inner();
+    // These say nothing, so their calls are not answered.
+    let (mute, silence) = mpsc::channel::<KeepAliveRequest>(1);
+    let silent = {
+        let link = link.clone();
+        tokio::spawn(async move {
+            link.sessions().keep_alive_stream(ReceiverStream::new(silence)).await.map(|_| ())
+        })
+    };
+    let (deaf, silence) = mpsc::channel::<SubscribeRequest>(1);
+    let listens = {
+        let link = link.clone();
+        tokio::spawn(async move {
+            link.signals().subscribe(ReceiverStream::new(silence)).await.map(|_| ())
+        })
+    };
+    // Asked after these on the same connection.
+    session.keep_alive().await.unwrap();
+
+    site.server.signal("TERM");
+    let draining = |status| refused(Err::<(), _>(status), Code::Unavailable, Reason::Draining);
+    draining(end(&mut answers).await);
+    draining(end(&mut older).await);
+    draining(end(&mut alive).await);
+    draining(end(&mut audit).await);
+    draining(end(&mut health).await);
+    for silent in [silent, listens] {
+        draining(soon("its end", silent).await.unwrap().unwrap_err());
+    }
+    let ended = tokio::task::block_in_place(|| site.server.wait_for_end());
+    assert!(ended.success());
+    assert!(!site.server.output().contains("forced close"), "{}", site.server.output());
+    drop((ask, ask_older, beat, mute, deaf));
 }
 
 /// A member that goes keeps nobody from going on elsewhere, in its place in the queue.

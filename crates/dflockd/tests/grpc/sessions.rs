@@ -1,14 +1,20 @@
 //! Sessions: their leases, what is done once however often it is asked, and what happens when clients go.
 
+use std::net::SocketAddr;
+
 use dflockd_wire::grpc::{
-    AcquireRequest, AddCounterRequest, KeepAliveRequest, PopRequest, PushRequest, Reason,
+    AcquireRequest, AddCounterRequest, CancelRequest, CancelResponse, CloseRequest,
+    KeepAliveRequest, PopRequest, PushRequest, Reason,
 };
+use serde_json::json;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Code;
+use tonic::{Code, Status};
 
-use super::site::{Members, Site, eventually, info, not_yet, refused, soon};
+use super::harness::free_addresses;
+use super::site::{Members, Session, Site, ask_http, eventually, info, not_yet, refused, soon};
 use super::support::millis;
+use super::wire::Ask;
 
 /// R4, R6: one keep-alive renews all locks that follow the session and no others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -69,7 +75,7 @@ async fn a_stream_keeps_alive_and_tells_of_losses() {
     sender.send(KeepAliveRequest::default()).await.unwrap();
     let second = soon("the second answer", stream.message()).await.unwrap().unwrap();
     assert_eq!((second.valid_for_ms, second.renewed), (3000, 1));
-    let close = dflockd_wire::grpc::CloseRequest { session: session.id.clone() };
+    let close = CloseRequest { session: session.id.clone() };
     link.sessions().close(close).await.unwrap();
     let ended = loop {
         match soon("the end", stream.message()).await {
@@ -239,4 +245,152 @@ async fn silence_ends_a_session() {
         Some(())
     })
     .await;
+}
+
+async fn cancel(session: &Session, request_id: u64) -> Result<CancelResponse, Status> {
+    let request = CancelRequest { session: session.id.clone(), request_id };
+    Ok(session.link.sessions().cancel(request).await?.into_inner())
+}
+
+/// Promises 6 and 19: a request with a number leaves the queue when its client says so, and is answered once for all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_with_a_number_is_withdrawn() {
+    for durable in [false, true] {
+        let (site, members);
+        let (link, http) = if durable {
+            members = Members::start(1, &[]);
+            (members.link(0).await, None)
+        } else {
+            let (started, http) = Site::start_with_http(&[]);
+            site = started;
+            (site.link().await, Some(http))
+        };
+        let (holder, session) = (link.open(30_000).await, link.open(30_000).await);
+        let held = holder.lock("k").await;
+        let acquire =
+            |number| AcquireRequest { request_id: number, ..session.request("k", 600_000) };
+        let begin = |number| {
+            let (session, request) = (session.clone(), acquire(number));
+            tokio::spawn(async move { session.try_acquire(request).await })
+        };
+        let waiting = begin(1);
+        link.wait_for_waiters("k", 1).await;
+        assert!(cancel(&session, 1).await.unwrap().waited);
+        assert_eq!(soon("its end", waiting).await.unwrap().unwrap(), None);
+        link.wait_for_waiters("k", 0).await;
+        let again = soon("the first answer", session.try_acquire(acquire(1))).await;
+        assert_eq!(again.unwrap(), None, "promise 19");
+        // Whoever went away without a word can be withdrawn later.
+        let left = begin(2);
+        link.wait_for_waiters("k", 1).await;
+        left.abort();
+        assert!(left.await.is_err());
+        if let Some(http) = http {
+            eventually("the server has seen it go", async || {
+                let page = ask_http(http, &Ask::get("/metrics")).text();
+                let gone = r#"method="Acquire",code="CANCELLED"} 1"#;
+                page.contains(gone).then_some(())
+            })
+            .await;
+        }
+        assert!(cancel(&session, 2).await.unwrap().waited);
+        link.wait_for_waiters("k", 0).await;
+        let pop = PopRequest {
+            session: session.id.clone(),
+            request_id: 3,
+            key: "l".into(),
+            wait_ms: Some(600_000),
+            ..PopRequest::default()
+        };
+        let popping = {
+            let link = link.clone();
+            tokio::spawn(async move { link.lists().pop(pop).await })
+        };
+        eventually("it waits", async || cancel(&session, 3).await.unwrap().waited.then_some(()))
+            .await;
+        let popped = soon("its end", popping).await.unwrap().unwrap().into_inner();
+        assert_eq!(popped.item, None);
+        // What was granted stays so; what was never asked is nothing.
+        holder.unlock("k", &held).await.unwrap();
+        let granted = session.try_acquire(acquire(4)).await.unwrap().expect("it is free");
+        for number in [4, 77] {
+            assert!(!cancel(&session, number).await.unwrap().waited, "{number}");
+        }
+        assert_eq!(link.describe("k").await.unwrap().holders[0].fence, granted.fence);
+        refused(cancel(&session, 0).await, Code::InvalidArgument, Reason::BadRequest);
+        session.unlock("k", &granted).await.unwrap();
+    }
+}
+
+/// Promise 17: through another member as well, which takes the session over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_is_withdrawn_through_another_member() {
+    let members = Members::start(3, &[]);
+    let (here, there) = (members.link(0).await, members.link(1).await);
+    let (holder, session) = (there.open(30_000).await, here.open(30_000).await);
+    holder.lock("k").await;
+    let request = AcquireRequest { request_id: 1, ..session.request("k", 600_000) };
+    let call = {
+        let (session, request) = (session.clone(), request.clone());
+        tokio::spawn(async move { session.try_acquire(request).await })
+    };
+    there.wait_for_waiters("k", 1).await;
+    let moved = session.through(&there);
+    cancel(&moved, 1).await.unwrap();
+    refused(soon("its end", call).await.unwrap(), Code::NotFound, Reason::SessionGone);
+    there.wait_for_waiters("k", 0).await;
+    let again = soon("its answer", moved.try_acquire(request)).await;
+    assert_eq!(again.unwrap(), None, "promise 19");
+}
+
+/// R8: whoever closes a session by gRPC has not lost a connection. Its locks and places go before it is answered,
+/// although locks of lost connections stay. DELETE of HTTP is a disconnect: its places go, its locks stay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_session_that_is_closed_releases_all() {
+    let host = super::harness::host();
+    let http: SocketAddr = free_addresses(host, 1)[0];
+    let port = http.port().to_string();
+    let flags = ["--auto-release", "lease", "--http-host", &host.to_string(), "--http-port", &port];
+    let members = Members::start(1, &flags);
+    let link = members.link(0).await;
+    let other = link.open(60_000).await;
+    other.lock("theirs").await;
+
+    let session = link.open(60_000).await;
+    session.lock("mine").await;
+    let waiting = {
+        let session = session.clone();
+        tokio::spawn(async move { session.try_acquire(session.request("theirs", 600_000)).await })
+    };
+    link.wait_for_waiters("theirs", 1).await;
+    let close = CloseRequest { session: session.id.clone() };
+    link.sessions().close(close).await.unwrap();
+    assert_eq!(link.describe("mine").await.map_or(0, |lock| lock.holders_total), 0);
+    assert_eq!(link.describe("theirs").await.map_or(9, |lock| lock.waiters_total), 0);
+    refused(soon("its end", waiting).await.unwrap(), Code::NotFound, Reason::SessionGone);
+
+    let opened = ask_http(http, &Ask::post("/v1/sessions", &json!({}))).ok();
+    let id = opened["session_id"].as_str().unwrap();
+    let lock = |key: &str, wait: u64| {
+        let body = json!({ "acquire_timeout_s": wait, "lease_ttl_s": 600 });
+        Ask::post(&format!("/v1/locks/{key}"), &body).session(id)
+    };
+    assert_eq!(ask_http(http, &lock("web", 0)).ok()["status"], "ok");
+    let queued = Ask::post("/v1/locks/theirs/enqueue", &json!({})).session(id);
+    assert_eq!(ask_http(http, &queued).ok()["status"], "queued");
+    link.wait_for_waiters("theirs", 1).await;
+    let delete = Ask::new("DELETE", &format!("/v1/sessions/{id}"));
+    ask_http(http, &delete).empty();
+    assert_eq!(link.describe("web").await.map_or(0, |lock| lock.holders_total), 1);
+    assert_eq!(link.describe("theirs").await.map_or(9, |lock| lock.waiters_total), 0);
+    ask_http(http, &lock("web", 0)).refused(410, "session_gone");
+    ask_http(http, &delete).refused(410, "session_gone");
+
+    // A connection that ends says nothing of the kind.
+    let mut line = members.cluster.connect(0);
+    line.lock("line", "0 600");
+    drop(line);
+    let after = members.cluster.connect(0).ask("stats", "_", "");
+    assert!(after.starts_with("ok "), "{after}");
+    assert_eq!(link.describe("line").await.expect("it is held").holders_total, 1);
 }

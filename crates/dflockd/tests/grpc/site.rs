@@ -19,11 +19,13 @@ use dflockd_wire::grpc::{
     OpenRequest, Reason, ReleaseRequest,
 };
 use prost::Message;
+use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Status};
+use tonic::{Code, Request, Status};
 
 use super::harness::{Cluster, Turn, free_addresses};
 use super::support::{LIMIT, Server, command, millis};
+use super::wire::{Ask, Reply, Wire};
 
 /// A server in memory mode.
 pub(super) struct Site {
@@ -47,6 +49,14 @@ impl Site {
                 Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
             }
         }
+    }
+
+    /// The same with an HTTP door.
+    pub(super) fn start_with_http(flags: &[&str]) -> (Self, SocketAddr) {
+        let http = free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+        let port = http.port().to_string();
+        let flags = [&["--http-port", &port], flags].concat();
+        (Self::start(&flags), http)
     }
 
     pub(super) async fn link(&self) -> Link {
@@ -217,6 +227,27 @@ pub(super) async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Opti
 pub(super) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     let done = tokio::time::timeout(LIMIT, future).await;
     done.unwrap_or_else(|_| panic!("waited in vain for: {what}"))
+}
+
+/// The answer to an HTTP request.
+pub(super) fn ask_http(address: SocketAddr, ask: &Ask) -> Reply {
+    tokio::task::block_in_place(|| {
+        let begun = Instant::now();
+        loop {
+            match Wire::connect(address, None) {
+                Ok(mut wire) => return wire.ask(ask),
+                Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
+            }
+            std::thread::sleep(millis(5));
+        }
+    })
+}
+
+/// A call of an operator.
+pub(super) fn admin<T>(token: &str, message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert("x-dflockd-admin", MetadataValue::try_from(token).unwrap());
+    request
 }
 
 /// What must not happen; the future goes on.

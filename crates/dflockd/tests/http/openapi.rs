@@ -17,6 +17,7 @@ const ROUTES: &[&str] = &[
     "GET /health",
     "GET /metrics",
     "GET /ready",
+    "GET /v1/admin/audit",
     "GET /v1/cluster/members",
     "GET /v1/contention",
     "GET /v1/counters/{key}",

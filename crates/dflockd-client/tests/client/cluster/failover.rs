@@ -3,6 +3,7 @@
 //! `DFLOCKD_SOAK_KILLS=200 cargo test -p dflockd-client --test client leaders_are_killed -- --nocapture` goes on for
 //! longer.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
@@ -11,7 +12,9 @@ use dflockd_client::{Client, ClientBuilder, Guard, Instant};
 use parking_lot::Mutex;
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::harness::{Nodes, Stay, check_stays, crowded, eventually_more, held, millis, soon};
+use super::harness::{
+    Nodes, Stay, check_stays, crowded, eventually_more, held, millis, moved_from, node_of, soon,
+};
 
 const LOCKS: usize = 100;
 /// How often a leader is killed.
@@ -19,6 +22,9 @@ const EVERY: Duration = Duration::from_secs(4);
 /// Keys with a queue whose order is known, and how many wait in each.
 const LINES: usize = 3;
 const LINE_LENGTH: usize = 8;
+
+/// One of so many held locks is tried after each kill.
+const TRIED: usize = 10;
 
 /// How many leaders are killed, if nobody wants more.
 fn kills(least: usize) -> usize {
@@ -78,6 +84,18 @@ fn dispute(client: &Client, over: &Arc<AtomicBool>) -> JoinHandle<Vec<Stay>> {
     })
 }
 
+/// That somebody holds it, as another client sees it.
+async fn nobody_gets(client: &Client, key: &str) {
+    let taken = soon("a try", client.lock(key).try_acquire()).await.unwrap();
+    assert!(taken.is_none(), "{key} was granted twice");
+}
+
+/// The session that holds a lock, as the servers name it.
+async fn session_of(client: &Client, key: &str) -> u64 {
+    let shown = soon("a look", client.inspect(key.as_bytes())).await.unwrap().unwrap();
+    shown["holders"][0]["conn"].as_u64().unwrap_or_else(|| panic!("{key}: {shown}"))
+}
+
 /// Waits in a queue, holds for a while, and tells its turn.
 fn stand_in_line(
     client: &Client,
@@ -108,7 +126,7 @@ async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
 async fn leaders_are_killed_under_clients_by_grpc() {
     let nodes = Nodes::start(&[]).await;
     let builder = nodes.grpc_builder();
-    kill_leaders(nodes, builder, kills(2)).await;
+    kill_leaders(nodes, builder, kills(3)).await;
 }
 
 async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
@@ -125,7 +143,10 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
         let key = format!("theirs-{number}");
         theirs.push(held(&others[0], &key).await);
         let lock = client.lock(key);
-        waits.spawn(async move { (number, lock.acquire().await) });
+        waits.spawn(async move {
+            let guard = lock.acquire().await;
+            (number, Instant::now(), guard)
+        });
     }
     for number in 0..LOCKS {
         crowded(&others[1], &format!("theirs-{number}"), (1, 1)).await;
@@ -142,32 +163,35 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
         lines.push((first, served));
     }
     let valid_until: Vec<_> = mine.iter().map(Guard::valid_until).collect();
+    let mine_fences: Vec<u64> = mine.iter().map(Guard::fence).collect();
+    let session = session_of(&others[1], "mine-0").await;
     let over = Arc::new(AtomicBool::new(false));
     let disputes = [&others[0], &client, &others[1]].map(|client| dispute(client, &over));
     let adding = Adding::start(&client);
     let fences: Vec<u64> = theirs.iter().map(Guard::fence).collect();
     let mut line_heads = Vec::new();
     let mut lines = lines.into_iter();
-    let mut served = 0;
+    // When the release of each began: nobody else can have it before.
+    let mut released: Vec<Instant> = Vec::new();
+    let mut hits = 0;
     for kill in 0..kills {
         let leader = nodes.leader().await;
         let next_at = Instant::now() + EVERY;
+        hits += usize::from(node_of(&client).await == leader);
         nodes.kill(leader);
         // In the middle of it: some of the waiters' turns come, and nobody gets what is held.
         for guard in theirs.drain(..(LOCKS / kills).min(theirs.len())) {
             let key = String::from_utf8_lossy(guard.key()).into_owned();
+            released.push(Instant::now());
             soon(&format!("release of {key}"), guard.release()).await.unwrap();
-            served += 1;
         }
         if let Some((first, line)) = lines.next() {
             soon("release of the line", first.release()).await.unwrap();
             line_heads.push(line);
         }
-        let taken = others[1].lock(format!("mine-{}", kill % LOCKS));
-        assert!(
-            soon("a try", taken.try_acquire()).await.unwrap().is_none(),
-            "kill {kill}: granted twice"
-        );
+        for number in (kill % TRIED..LOCKS).step_by(TRIED) {
+            nobody_gets(&others[1], &format!("mine-{number}")).await;
+        }
         eventually_more("additions", &adding.done, 20).await;
         for guard in &mine {
             assert!(guard.is_valid(), "kill {kill}: {:?}", soon("why", guard.lost()).await);
@@ -175,16 +199,34 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
         nodes.restart(leader).await;
         tokio::time::sleep(next_at.remaining()).await;
     }
-    served += theirs.len();
+    if hits == 0 {
+        // The leader was always another one than the member the client talks to, so that it never had to move.
+        let home = node_of(&client).await;
+        nodes.kill(home);
+        moved_from(&client, home).await;
+        nodes.restart(home).await;
+    }
+    for guard in &mine {
+        assert!(guard.is_valid(), "{:?}", soon("why", guard.lost()).await);
+    }
+    // Whatever member it talks to now, what it takes belongs to the session it began with.
+    let again = held(&client, "again").await;
+    assert_eq!(session_of(&others[1], "again").await, session, "the client has another session");
+    again.release().await.unwrap();
     for guard in theirs.drain(..) {
+        released.push(Instant::now());
         soon("the last releases", guard.release()).await.unwrap();
     }
-    for _ in 0..served {
-        let (number, guard) = soon("a waiter's turn", waits.join_next()).await.unwrap().unwrap();
+    let mut served = BTreeSet::new();
+    while let Some(turn) = soon("a waiter's turn", waits.join_next()).await {
+        let (number, granted_at, guard) = turn.unwrap();
         let guard = guard.unwrap();
+        assert!(served.insert(number), "theirs-{number} was served twice");
         assert!(guard.fence() > fences[number] && guard.is_valid(), "theirs-{number}");
+        assert!(granted_at >= released[number], "theirs-{number}: two valid guards");
         guard.release().await.unwrap();
     }
+    assert_eq!(served.len(), LOCKS, "every waiter has its turn");
     for (first, line) in lines {
         soon("release of the line", first.release()).await.unwrap();
         line_heads.push(line);
@@ -206,8 +248,12 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
     println!("{} stays", stays.len());
     check_stays(stays);
     adding.finish(&others[1]).await;
+    for number in 0..LOCKS {
+        nobody_gets(&others[1], &format!("mine-{number}")).await;
+    }
     for (number, guard) in mine.into_iter().enumerate() {
         assert!(guard.is_valid(), "mine-{number}");
+        assert_eq!(guard.fence(), mine_fences[number], "mine-{number} was taken anew");
         assert!(guard.valid_until() > valid_until[number], "mine-{number} was never renewed");
         soon("a renewal", guard.renew()).await.unwrap();
         let fence = guard.fence();

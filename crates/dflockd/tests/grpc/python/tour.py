@@ -90,6 +90,8 @@ def sessions(channel):
     beats = [sessions_pb2.KeepAliveRequest(session=opened.session)] * 3
     answers = list(stub.KeepAliveStream(iter(beats), timeout=LIMIT))
     assert [answer.valid_for_ms for answer in answers] == [10000] * 3, answers
+    cancel = sessions_pb2.CancelRequest(session=opened.session, request_id=99)
+    assert not stub.Cancel(cancel).waited, "nobody asked that"
     other = stub.Open(sessions_pb2.OpenRequest())
     stub.Close(sessions_pb2.CloseRequest(session=other.session))
     refused(grpc.StatusCode.NOT_FOUND, "REASON_SESSION_GONE", stub.KeepAlive,
@@ -213,7 +215,14 @@ def cluster(channel):
     admin = [("x-dflockd-admin", ADMIN)]
     for call, request in [(stub.Promote, cluster_pb2.PromoteRequest(node="n", reason="r")),
                           (stub.Remove, cluster_pb2.RemoveRequest(node="n", reason="r")),
-                          (stub.Transfer, cluster_pb2.TransferRequest(reason="r"))]:
+                          (stub.Transfer, cluster_pb2.TransferRequest(reason="r")),
+                          (stub.Snapshot, cluster_pb2.SnapshotRequest()),
+                          (stub.Policy, cluster_pb2.PolicyRequest()),
+                          (stub.SetPolicy, cluster_pb2.SetPolicyRequest(
+                              set=cluster_pb2.Policy(max_locks=7), reason="r")),
+                          (stub.Address, cluster_pb2.AddressRequest(node="n", peer_addr="h:1", reason="r")),
+                          (stub.Finalize, cluster_pb2.FinalizeRequest(reason="r")),
+                          (stub.Drain, cluster_pb2.DrainRequest(reason="r"))]:
         refused(grpc.StatusCode.FAILED_PRECONDITION, "REASON_NO_CLUSTER", call, request, metadata=admin)
 
 
@@ -226,7 +235,15 @@ def operator(channel, opened, grant):
     listed = stub.ListSessions(admin_pb2.ListSessionsRequest(), metadata=admin)
     mine = [it for it in listed.sessions if it.number == opened.number]
     assert mine[0].client == "python" and mine[0].metadata["language"] == "python", listed
+    followed = Stream(stub.Audit(admin_pb2.AuditRequest(follow=True), metadata=admin))
+    first = followed.next()
+    assert (first.number, first.what, first.door, first.done) == (1, "force-release", "grpc", True), first
+    assert (first.key, first.fence, first.reason) == (b"k", grant.fence, "the tour"), first
     stub.EndSession(admin_pb2.EndSessionRequest(number=opened.number, reason="the tour"), metadata=admin)
+    assert followed.next().session == opened.number
+    followed.call.cancel()
+    kept = list(stub.Audit(admin_pb2.AuditRequest(after=1), metadata=admin, timeout=LIMIT))
+    assert [it.what for it in kept] == ["end-session"], kept
     refused(grpc.StatusCode.NOT_FOUND, "REASON_SESSION_GONE",
             sessions_pb2_grpc.SessionsStub(channel).KeepAlive,
             sessions_pb2.KeepAliveRequest(session=opened.session))

@@ -1,0 +1,158 @@
+//! What operators of a cluster look at (`/metrics` of each member), and that it moves with what happens: syncs, lags of
+//! followers, the lag of time, kept results, bytes of log and snapshot, elections.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+
+use serde_json::json;
+
+use super::harness::{ANSWER, Cluster, NAMES, Turn, eventually, free_addresses};
+use super::operate::{ADMIN, operate};
+
+struct Site {
+    cluster: Cluster,
+    http: Vec<SocketAddr>,
+}
+
+impl Site {
+    fn start() -> Self {
+        let flags = [&ADMIN[..], &["--election-timeout-ms", "500"]].concat();
+        let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, |peers| peers.to_vec());
+        let host: Ipv4Addr = cluster.nodes[0].client.ip().to_string().parse().unwrap();
+        let http = free_addresses(host, 3);
+        for (node, address) in cluster.nodes.iter_mut().zip(&http) {
+            node.flags.extend(["--http-port".to_owned(), address.port().to_string()]);
+            node.start();
+        }
+        cluster.wait_until_ready();
+        Self { cluster, http }
+    }
+
+    /// All samples of a member, by name and labels.
+    #[track_caller]
+    fn scrape(&self, at: usize) -> BTreeMap<String, f64> {
+        let mut socket = TcpStream::connect(self.http[at]).unwrap();
+        socket.set_read_timeout(Some(ANSWER)).unwrap();
+        socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
+        let mut page = String::new();
+        socket.read_to_string(&mut page).unwrap();
+        let samples = page.lines().filter(|line| line.starts_with("dflockd_"));
+        let samples = samples.filter_map(|line| line.rsplit_once(' '));
+        samples.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()
+    }
+
+    #[track_caller]
+    fn get(&self, at: usize, name: &str) -> f64 {
+        let page = self.scrape(at);
+        *page.get(name).unwrap_or_else(|| panic!("no {name} in {:?}", page.keys()))
+    }
+
+    #[track_caller]
+    fn wait_for(&self, at: usize, name: &str, is_so: impl Fn(f64) -> bool) -> f64 {
+        eventually(&format!("{name} of {}", NAMES[at]), || {
+            Some(self.get(at, name)).filter(|it| is_so(*it))
+        })
+    }
+}
+
+fn lag_of(at: usize) -> String {
+    format!("dflockd_raft_follower_lag_entries{{node=\"{}\"}}", NAMES[at])
+}
+
+const TIME_LAG: &str = "dflockd_raft_time_lag_seconds";
+const ELECTIONS: &str = "dflockd_raft_elections_total";
+
+#[test]
+fn syncs_bytes_results_and_followers_are_measured() {
+    let site = Site::start();
+    let leader = site.cluster.leader();
+    let others = site.cluster.others(leader);
+    let mut client = site.cluster.connect(leader);
+
+    let syncs = "dflockd_raft_fsync_seconds_count";
+    let before: Vec<f64> = (0..3).map(|at| site.get(at, syncs)).collect();
+    let log_before = site.get(leader, "dflockd_raft_log_bytes");
+    for number in 0..20 {
+        client.check("kset", &format!("key-{number}"), &"x".repeat(5000), "ok");
+    }
+    for (at, before) in before.into_iter().enumerate() {
+        site.wait_for(at, syncs, |count| count > before);
+        let took = site.get(at, "dflockd_raft_fsync_seconds_sum");
+        assert!(took > 0.0 && took < 600.0, "{took}");
+    }
+    // The log grows by a file when there is no room in the last.
+    for _ in 0..300 {
+        client.check("kset", "large", &"x".repeat(60_000), "ok");
+    }
+    site.wait_for(leader, "dflockd_raft_log_bytes", |bytes| bytes > log_before);
+    // A snapshot of 160 kB of values.
+    let index = site.get(others[0], "dflockd_raft_snapshot_index");
+    operate(&mut site.cluster.connect(others[0]), "snapshot", json!({}));
+    site.wait_for(others[0], "dflockd_raft_snapshot_index", |now| now > index);
+    client.check("kset", "after", "it", "ok");
+    site.wait_for(others[0], "dflockd_raft_snapshot_bytes", |bytes| (160e3..1e6).contains(&bytes));
+
+    // Kept results, on all members, until they are acknowledged.
+    let mut kept = site.cluster.connect(others[1]);
+    let greeting = kept.ask("hello", "me", "mux keep");
+    assert!(greeting.contains(" mux") && greeting.contains(" keep="), "{greeting}");
+    for number in 1..=7 {
+        let answer = format!("{number} ok {number}");
+        kept.check(&format!("{number} incr"), "count", "1", &answer);
+    }
+    for at in 0..3 {
+        site.wait_for(at, "dflockd_kept_results", |count| count == 7.0);
+        assert!(site.get(at, "dflockd_kept_results_bytes") > 7.0);
+    }
+    kept.check("8 ack", "_", "7", "8 ok");
+    for at in 0..3 {
+        site.wait_for(at, "dflockd_kept_results", |count| count <= 1.0);
+    }
+
+    // A follower that stands still.
+    let slow = others[0];
+    site.wait_for(leader, &lag_of(slow), |lag| lag == 0.0);
+    site.cluster.nodes[slow].process.as_ref().unwrap().signal("STOP");
+    for number in 0..30 {
+        client.check("incr", "behind", "1", &format!("ok {}", number + 1));
+    }
+    site.wait_for(leader, &lag_of(slow), |lag| lag >= 30.0);
+    site.wait_for(leader, &lag_of(others[1]), |lag| lag < 30.0);
+    site.cluster.nodes[slow].process.as_ref().unwrap().signal("CONT");
+    // Whoever leads now.
+    eventually("it has caught up", || {
+        let leader = site.cluster.leader();
+        (leader == slow || site.scrape(leader).get(&lag_of(slow)) == Some(&0.0)).then_some(())
+    });
+}
+
+#[test]
+fn elections_and_the_lag_of_time_are_measured() {
+    let mut site = Site::start();
+    let leader = site.cluster.leader();
+    let others = site.cluster.others(leader);
+    assert!(site.get(leader, ELECTIONS) >= 1.0, "whoever leads has stood for it");
+    assert_eq!(site.get(leader, TIME_LAG), 0.0);
+    for &at in &others {
+        // It is told the time every 150 ms.
+        site.wait_for(at, TIME_LAG, |lag| lag < 1.0);
+    }
+    let before: Vec<f64> = (0..3).map(|at| site.get(at, ELECTIONS)).collect();
+    site.cluster.nodes[leader].kill();
+    let next = site.cluster.leader_among(&others);
+    site.wait_for(next, ELECTIONS, |count| count > before[next]);
+    assert!(site.get(next, "dflockd_raft_leader_changes_total") >= 2.0);
+
+    // Nobody is left to tell the last one the time.
+    let last = others.into_iter().find(|&at| at != next).unwrap();
+    site.cluster.nodes[next].kill();
+    let lag = site.wait_for(last, TIME_LAG, |lag| lag > 2.0);
+    site.wait_for(last, TIME_LAG, |later| later > lag + 1.0);
+    site.wait_for(last, "dflockd_raft_has_leader", |has| has == 0.0);
+    site.cluster.nodes[next].start();
+    let now = site.cluster.leader_among(&[next, last]);
+    assert_eq!(site.get(now, TIME_LAG), 0.0);
+    let follows = if now == last { next } else { last };
+    site.wait_for(follows, TIME_LAG, |lag| lag < 1.0);
+}

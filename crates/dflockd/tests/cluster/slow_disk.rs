@@ -1,0 +1,120 @@
+//! Slow disks and disks that hang (promises 35, 43): a node goes on with everything that does not need its own.
+//!
+//! A library between the server and the system makes every sync as slow as a file says.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use super::harness::{Cluster, Turn, eventually, millis};
+
+/// Sleeps before every sync for as many milliseconds as the file `FILE` says, if there is one.
+const BRAKE: &str = r#"
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <unistd.h>
+int fdatasync(int fd) {
+    static int (*sync)(int);
+    int wait = 0;
+    FILE *file = fopen(FILE_NAME, "r");
+    if (file) {
+        if (fscanf(file, "%d", &wait) != 1) wait = 0;
+        fclose(file);
+    }
+    for (; wait > 0; wait -= 100) usleep(100000);
+    if (!sync) sync = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
+    return sync(fd);
+}
+"#;
+
+/// A cluster with a brake at each node.
+fn start(size: usize) -> (Cluster, Vec<PathBuf>) {
+    let mut cluster = Cluster::prepare(Turn::alone(), size, &[], <[_]>::to_vec);
+    let source = cluster.dir.path("brake.c");
+    fs::write(&source, BRAKE).unwrap();
+    let mut brakes = Vec::new();
+    for node in &mut cluster.nodes {
+        let library = cluster.dir.path(&format!("brake-{}.so", node.name));
+        let brake = cluster.dir.path(&format!("brake-{}", node.name));
+        let compiled = Command::new("cc")
+            .args(["-shared", "-fPIC", "-o"])
+            .arg(&library)
+            .arg(format!("-DFILE_NAME=\"{}\"", brake.display()))
+            .arg(&source)
+            .arg("-ldl")
+            .status()
+            .expect("a C compiler, as for the build");
+        assert!(compiled.success());
+        let library = library.to_str().unwrap().to_owned();
+        node.variable = Some(("LD_PRELOAD", Box::leak(library.into_boxed_str())));
+        brakes.push(brake);
+        node.start();
+    }
+    cluster.wait_until_ready();
+    (cluster, brakes)
+}
+
+#[test]
+fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
+    let (cluster, brakes) = start(3);
+    let leader = cluster.leader();
+    let others = cluster.others(leader);
+    let mut client = cluster.connect(others[0]);
+    client.check("incr", "count", "1", "ok 1");
+
+    fs::write(&brakes[leader], "20000").unwrap();
+    let begun = Instant::now();
+    client.check("incr", "count", "1", "ok 2");
+    let first = begun.elapsed();
+    let next = cluster.leader_among(&others);
+    let left = begun.elapsed();
+    for count in 3..=30 {
+        client.check("incr", "count", "1", &format!("ok {count}"));
+    }
+    let token = client.lock("held", "5 30");
+    client.check("r", "held", &token, "ok");
+    println!("answered after {first:?}, {next} leads after {left:?}");
+    assert!(begun.elapsed() < millis(15_000), "they waited for the disk that hangs");
+    fs::remove_file(&brakes[leader]).unwrap();
+}
+
+#[test]
+fn slow_disks_lose_nothing_and_keep_their_leader() {
+    let (mut cluster, brakes) = start(3);
+    let leader = cluster.leader();
+    let term = cluster.nodes[leader].status().unwrap()["term"].clone();
+    for brake in &brakes {
+        fs::write(brake, "200").unwrap();
+    }
+    let mut clients: Vec<_> = (0..6).map(|at| cluster.connect(at % 3)).collect();
+    for round in 1..=5 {
+        for (at, client) in clients.iter_mut().enumerate() {
+            client.begin("incr", &format!("count-{at}"), "1");
+        }
+        for client in &mut clients {
+            client.expect(&format!("ok {round}"));
+        }
+    }
+    let status = cluster.nodes[leader].status().unwrap();
+    assert_eq!((&status["term"], &status["role"]), (&term, &"leader".into()));
+
+    // All that was told is on the disks, however slow.
+    for node in &mut cluster.nodes {
+        node.kill();
+    }
+    for (node, brake) in cluster.nodes.iter_mut().zip(&brakes) {
+        fs::remove_file(brake).unwrap();
+        node.start();
+    }
+    cluster.wait_until_ready();
+    for at in 0..6 {
+        let key = format!("count-{at}");
+        let count = eventually("the count", || {
+            let answer = cluster.connect(at % 3).ask("get", &key, "");
+            answer.starts_with("ok").then_some(answer)
+        });
+        assert_eq!(count, "ok 5", "{key}");
+    }
+}

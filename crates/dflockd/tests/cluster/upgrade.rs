@@ -1,0 +1,294 @@
+//! From one version of the program to the next (GUARANTEES 42): members of both work together at the older one, every
+//! member can go back until an operator has finalised it, and an older program stops then.
+//!
+//! There is one program only. The built one as it is plays the older; with [`NEXT`] it says that it reads one version
+//! more, and writes that number into entries and snapshots once the cluster uses it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::harness::{Cluster, NAMES, Node, Turn, eventually, files, free_addresses, host};
+use super::kill::{Keepers, addresses};
+use super::load::Load;
+use super::operate::{ADMIN, answer, offline, offline_with, operate, refused, refuses};
+
+/// What makes a process speak for the next version.
+const NEXT: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "2");
+const FLAGS: [&str; 4] = [ADMIN[0], ADMIN[1], "--election-timeout-ms", "500"];
+
+/// A cluster of which these nodes run the next program.
+fn start(turn: Turn, next: &[usize]) -> Cluster {
+    let mut cluster = Cluster::prepare(turn, 3, &FLAGS, |addresses| addresses.to_vec());
+    for (at, node) in cluster.nodes.iter_mut().enumerate() {
+        node.variable = next.contains(&at).then_some(NEXT);
+        node.start();
+    }
+    cluster.wait_until_ready();
+    cluster
+}
+
+/// The version in use and the version that each member reads, as a node knows them.
+fn versions(cluster: &Cluster, at: usize) -> (u64, BTreeMap<String, u64>) {
+    let status = operate(&mut cluster.connect(at), "status", json!({}));
+    let reads = status["versions"].as_array().unwrap().iter();
+    let reads = reads.map(|it| (it["node_id"].as_str().unwrap().to_owned(), it["value"].as_u64()));
+    let reads = reads.map(|(node, version)| (node, version.unwrap())).collect();
+    (status["cluster_version"].as_u64().unwrap(), reads)
+}
+
+#[track_caller]
+fn wait_for_versions(cluster: &Cluster, used: u64, reads: [u64; 3]) {
+    let reads: BTreeMap<_, _> = NAMES.iter().map(ToString::to_string).zip(reads).collect();
+    for at in 0..3 {
+        eventually("the members know what each reads", || {
+            (versions(cluster, at) == (used, reads.clone())).then_some(())
+        });
+    }
+}
+
+#[track_caller]
+fn let_lead(cluster: &Cluster, at: usize) {
+    eventually("the leader that is wanted", || {
+        let mut client = cluster.connect(cluster.leader());
+        answer(&mut client, "transfer", &json!({ "node": NAMES[at], "reason": "a test" }));
+        (cluster.leader() == at).then_some(())
+    });
+}
+
+/// What a data directory has, as the older or the next program reads it.
+fn inspect(dir: &Path, variable: Option<(&str, &str)>) -> (bool, Value) {
+    let dir = dir.to_str().unwrap();
+    let args = ["inspect-data", dir, "--json", "--entries", "--last", "1000000"];
+    let output = offline_with(&args, variable);
+    let shown = serde_json::from_slice(&output.stdout);
+    (output.status.success(), shown.unwrap_or_else(|error| panic!("{error}: {output:?}")))
+}
+
+/// The versions of all entries, in order; those without are the first of a term.
+fn entry_versions(shown: &Value) -> Vec<u64> {
+    shown["entries"].as_array().unwrap().iter().filter_map(|it| it["version"].as_u64()).collect()
+}
+
+/// The log and the snapshots, byte by byte.
+fn kept(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    let kept = files(dir).into_iter().map(|path| (name(&path), fs::read(&path).unwrap()));
+    kept.filter(|(name, _)| name.starts_with("log-") || name.starts_with("snapshot-")).collect()
+}
+
+/// Starts the older program where the next one was: it says why not, and what to do, and has touched nothing.
+#[track_caller]
+fn is_too_old(node: &mut Node, why: &str) {
+    let before = kept(&node.dir);
+    node.variable = None;
+    let said = node.start_in_vain();
+    for part in [why, "newer server", "start the newer one"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert!(kept(&node.dir) == before, "the data directory was changed");
+    node.variable = Some(NEXT);
+}
+
+/// Whoever leads: nothing is written that the older program can not read, and nobody can finalise. A member that ran
+/// the next program goes back to the older.
+#[test]
+fn a_mixed_cluster_stays_at_what_all_read() {
+    let mut cluster = start(Turn::shared(), &[1, 2]);
+    wait_for_versions(&cluster, 1, [1, 2, 2]);
+    for leader in [1, 0] {
+        let_lead(&cluster, leader);
+        for at in 0..3 {
+            let mut client = cluster.connect(at);
+            client.check("kset", &format!("key-{leader}-{at}"), "value", "ok");
+            refuses(&mut client, "finalize", json!({}), "node-a (up to 1)");
+        }
+        let mut holder = cluster.connect(leader);
+        let token = holder.lock("lock", "0 60");
+        holder.check("r", "lock", &token, "ok");
+        operate(&mut cluster.connect(2), "snapshot", json!({}));
+        cluster.connect(1).check("incr", "count", "1", &format!("ok {}", 2 - leader));
+    }
+    wait_for_versions(&cluster, 1, [1, 2, 2]);
+
+    cluster.nodes[2].terminate();
+    cluster.nodes[2].variable = None;
+    cluster.nodes[2].start();
+    cluster.wait_until_ready();
+    wait_for_versions(&cluster, 1, [1, 2, 1]);
+    refuses(&mut cluster.connect(0), "finalize", json!({}), "node-a (up to 1), node-c (up to 1)");
+    cluster.connect(2).check("kget", "key-1-0", "", "ok value");
+    cluster.wait_until_equal();
+    for node in &mut cluster.nodes {
+        node.terminate();
+        let (whole, shown) = inspect(&node.dir, None);
+        assert!(whole && shown["cluster_version"] == 1, "{shown}");
+        let versions = entry_versions(&shown);
+        assert!(!versions.is_empty() && versions.iter().all(|version| *version == 1), "{shown}");
+    }
+}
+
+/// When all run the next program it is finalised, at one place of the log; from there on the older one stops, in
+/// front of a log, of a snapshot, and as a new member.
+#[test]
+fn a_finalised_cluster_has_no_way_back() {
+    let mut cluster = start(Turn::shared(), &[0, 1, 2]);
+    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    let mut client = cluster.connect(0);
+    client.check("kset", "before", "1", "ok");
+    operate(&mut client, "finalize", json!({}));
+    wait_for_versions(&cluster, 2, [2, 2, 2]);
+    operate(&mut client, "finalize", json!({}));
+    client.check("kset", "after", "2", "ok");
+    cluster.wait_until_equal();
+    // One member has a snapshot of the new version, the others have entries.
+    operate(&mut client, "snapshot", json!({}));
+    drop(client);
+
+    for (at, why) in [(1, "written in form 2"), (0, "written in form 3")] {
+        cluster.nodes[at].terminate();
+        is_too_old(&mut cluster.nodes[at], why);
+        let dir = cluster.nodes[at].dir.to_str().unwrap().to_owned();
+        refused(&["force-new", "--raft-dir", &dir, "--yes"], "newer server");
+        // It is not damaged, and nobody says so.
+        let text = offline(&["inspect-data", &dir, "--entries"]);
+        let text = String::from_utf8_lossy(&text.stdout).into_owned();
+        assert!(text.contains("newer server") && !text.contains("DAMAGE"), "{text}");
+        if at == 1 {
+            let (whole, shown) = inspect(&cluster.nodes[at].dir, Some(NEXT));
+            let versions = entry_versions(&shown);
+            assert!(whole && versions.is_sorted(), "{shown}");
+            assert!(versions.contains(&1) && versions.contains(&2), "{shown}");
+        }
+        // The others went on meanwhile, and it is one of them again.
+        cluster.connect(2).check("kset", &format!("without-{at}"), "1", "ok");
+        cluster.nodes[at].start();
+        cluster.wait_until_ready();
+        cluster.connect(at).check("kget", "before", "", "ok 1");
+        cluster.connect(at).check("kget", "after", "", "ok 2");
+        cluster.connect(at).check("kget", &format!("without-{at}"), "", "ok 1");
+    }
+    cluster.wait_until_equal();
+
+    let addresses = free_addresses(host(), 2);
+    let formation = ["--election-timeout-ms".to_owned(), "500".to_owned()];
+    let mut new =
+        Node::new("node-d", addresses[0], addresses[1], cluster.dir.path("node-d"), &formation);
+    new.start();
+    let (peer_addr, client_addr) = (addresses[1].to_string(), addresses[0].to_string());
+    let wanted = json!({ "node": "node-d", "peer_addr": peer_addr, "client_addr": client_addr });
+    let mut client = cluster.connect(1);
+    operate(&mut client, "add", wanted);
+    let ended = new.process().wait_for_end();
+    assert!(!ended.success() && new.output().contains("start the newer one"), "{}", new.output());
+    new.kill();
+    new.variable = Some(NEXT);
+    new.start();
+    eventually("the new member votes", || {
+        let wanted = json!({ "node": "node-d", "reason": "a test" });
+        (answer(&mut client, "promote", &wanted)["done"] == true).then_some(())
+    });
+    new.wait_until_ready();
+    new.connect().check("kget", "after", "", "ok 2");
+}
+
+/// It had said that it reads the next version, was away when that was finalised, and comes back with the older program.
+#[test]
+fn a_member_that_was_away_is_too_old_when_it_comes_back() {
+    let mut cluster = start(Turn::shared(), &[0, 1, 2]);
+    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    let away = cluster.others(cluster.leader())[0];
+    cluster.nodes[away].kill();
+    let mut client = cluster.connect(cluster.leader());
+    operate(&mut client, "finalize", json!({}));
+    client.check("kset", "key", "value", "ok");
+    cluster.nodes[away].variable = None;
+    let said = cluster.nodes[away].start_in_vain();
+    assert!(said.contains("the cluster has version 2, this server knows up to 1"), "{said}");
+    assert!(said.contains("start a newer one"), "{said}");
+    cluster.nodes[away].variable = Some(NEXT);
+    cluster.nodes[away].start();
+    cluster.wait_until_ready();
+    cluster.connect(away).check("kget", "key", "", "ok value");
+    cluster.wait_until_equal();
+}
+
+/// A witness has no state, but reads the log: it counts as the others do.
+#[test]
+fn a_witness_has_its_say() {
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &FLAGS, |addresses| addresses.to_vec());
+    for (at, node) in cluster.nodes.iter_mut().enumerate() {
+        node.variable = (at != 2).then_some(NEXT);
+        node.flags.extend((at == 2).then(|| "--witness".to_owned()));
+        node.start();
+    }
+    let full = [0, 1];
+    let mut client = cluster.connect(cluster.leader_among(&full));
+    let reads = |it: &Value| it["node_id"] == "node-c" && it["value"] == 1;
+    eventually("the witness has said what it reads", || {
+        let status = operate(&mut client, "status", json!({}));
+        status["versions"].as_array()?.iter().any(reads).then_some(())
+    });
+    refuses(&mut client, "finalize", json!({}), "node-c (up to 1)");
+    cluster.nodes[2].kill();
+    cluster.nodes[2].variable = Some(NEXT);
+    cluster.nodes[2].start();
+    eventually("it is finalised", || {
+        let mut client = cluster.connect(cluster.leader_among(&full));
+        let wanted = json!({ "reason": "a test" });
+        (answer(&mut client, "finalize", &wanted)["done"] == true).then_some(())
+    });
+    eventually("the witness has seen it", || {
+        let status = operate(&mut cluster.connect(2), "status", json!({}));
+        (status["cluster_version"] == 2).then_some(())
+    });
+    cluster.nodes[2].kill();
+    cluster.nodes[2].variable = None;
+    let said = cluster.nodes[2].start_in_vain();
+    assert!(said.contains("start a newer one") || said.contains("start the newer one"), "{said}");
+}
+
+/// GUARANTEES 17, 35, 42: one node after the other gets the next program, and then it is finalised, while clients write
+/// and hold. Everything that was acknowledged is there, no session and no hold is lost.
+#[test]
+fn a_rolling_upgrade_under_load_loses_nothing() {
+    let mut cluster = start(Turn::alone(), &[]);
+    let servers = addresses(&cluster);
+    let keepers = Keepers::start(&servers);
+    let load = Load::start("upgrade", 4, &servers);
+    for _ in 0..3 {
+        load.wait_for_more(50);
+        let mut client = cluster.connect(0);
+        let old = |cluster: &Cluster, at: &usize| cluster.nodes[*at].variable.is_none();
+        // The leader last, as it is drained when it is its turn.
+        let leader = cluster.leader();
+        let at = cluster.others(leader).into_iter().find(|at| old(&cluster, at)).unwrap_or(leader);
+        operate(&mut cluster.connect(at), "drain", json!({}));
+        let reads: Vec<_> = versions(&cluster, 0).1.into_values().collect();
+        if reads.iter().any(|reads| *reads > 1) {
+            refuses(&mut client, "finalize", json!({}), "let them run the newer server first");
+        }
+        drop(client);
+        cluster.nodes[at].terminate();
+        load.wait_for_more(50);
+        cluster.nodes[at].variable = Some(NEXT);
+        cluster.nodes[at].start();
+        cluster.wait_until_ready();
+    }
+    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    load.wait_for_more(50);
+    operate(&mut cluster.connect(0), "finalize", json!({}));
+    wait_for_versions(&cluster, 2, [2, 2, 2]);
+    load.wait_for_more(50);
+    let ledger = load.stop();
+    keepers.finish(&mut cluster.connect(0));
+    for at in 0..3 {
+        ledger.check(&mut cluster.connect(at));
+    }
+    let refused = ledger.refused();
+    // A draining node says so; nothing else may be refused.
+    assert!(refused.iter().all(|answer| answer.contains("error_draining")), "{refused:?}");
+    cluster.wait_until_equal();
+}
