@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::connect::Settings;
-use crate::failure::{Failure, Status};
+use crate::failure::{Failure, Status, complain};
 use crate::init;
-use crate::operator::{Cluster, Operator, SNAPSHOT_TIMEOUT, run_server, server_program};
+use crate::operator::{
+    CHECK_SERVERS, Cluster, Operator, SNAPSHOT_TIMEOUT, run_server, server_program,
+};
 use crate::output::{self, Output, Paint, Table, clean};
 use crate::time;
 
@@ -165,9 +167,17 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             task.change("add", wanted)?;
             if promote {
                 task.promote(&node)?;
+                return task.tell(&format!("{node} votes"), json!({ "node": node, "voter": true }));
             }
-            let how = if promote { "votes" } else { "listens; make it a voter with `promote`" };
-            task.tell(&format!("{node} {how}"), json!({ "node": node, "voter": promote }))
+            // It can be added before it runs, but that is seldom what was meant.
+            if let Err(failure) = task.cluster.status_at(&client_addr) {
+                let text = failure.to_string();
+                let why = text.strip_suffix(CHECK_SERVERS).unwrap_or(&text);
+                complain(format_args!("{node} does not answer yet: {}; start it", clean(why)));
+            }
+            let next = format!("make it a voter: dflockctl cluster promote {node}");
+            let text = format!("{node} is a learner; {next}");
+            task.tell(&text, json!({ "node": node, "voter": false }))
         }
         ClusterVerb::Promote { node, change } => {
             let mut task = Task::new(change, outer)?;
@@ -227,9 +237,17 @@ impl Task {
 
     /// Makes it a voter, and waits until it can serve.
     fn promote(&mut self, node: &str) -> Result<(), Failure> {
-        self.change("promote", json!({ "node": node }))?;
+        self.change("promote", json!({ "node": node })).map_err(|failure| {
+            let text = failure.to_string();
+            if !text.contains("caught up") {
+                return failure;
+            }
+            let advice =
+                "`dflockctl cluster status` shows whether it runs and how far it is behind";
+            Failure::new(Status::Unreachable, format!("{text}; {advice}"))
+        })?;
         let address = self.address_of(node)?;
-        self.wait(&format!("{node} votes, but is not ready"), |cluster| {
+        self.wait(&format!("{node} votes, but is not ready yet"), |cluster| {
             Ok(cluster.status_at(&address)?["ready"] == true)
         })
     }
@@ -238,7 +256,7 @@ impl Task {
         self.cluster.ask("status", json!({}))
     }
 
-    /// Looks until it is as wanted.
+    /// Looks until it is as wanted; says what is the case as long as it is not.
     fn wait(
         &mut self,
         what: &str,
@@ -251,7 +269,10 @@ impl Task {
                 Ok(false) | Err(_) => {}
             }
             if self.left().is_zero() {
-                return Err(Failure::new(Status::Unreachable, format!("{what}: not in time")));
+                return Err(Failure::new(
+                    Status::Unreachable,
+                    format!("{what}; `dflockctl doctor` may say why"),
+                ));
             }
             std::thread::sleep(POLL);
         }
@@ -283,7 +304,11 @@ fn transfer(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
     let wanted = node.as_ref().map_or_else(|| json!({}), |node| json!({ "node": node }));
     task.change("transfer", wanted)?;
     let mut leader = Value::Null;
-    task.wait("another leader", |cluster| {
+    let not_yet = node.as_ref().map_or_else(
+        || "no other node leads yet".to_owned(),
+        |node| format!("{} does not lead yet", clean(node)),
+    );
+    task.wait(&not_yet, |cluster| {
         leader = cluster.ask("status", json!({}))?["leader_id"].clone();
         Ok(match &node {
             Some(node) => leader == node.as_str(),
@@ -300,7 +325,7 @@ fn snapshot(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
         None => task.cluster.ask_within("snapshot", wanted, SNAPSHOT_TIMEOUT)?,
         Some(node) => {
             let address = task.address_of(&node)?;
-            task.cluster.ask_at(&address, "snapshot", &wanted, SNAPSHOT_TIMEOUT)?
+            task.cluster.ask_node((&node, &address), "snapshot", &wanted, SNAPSHOT_TIMEOUT)?
         }
     };
     task.tell(&format!("snapshot at entry {}", made["index"]), json!({ "index": made["index"] }))
@@ -320,7 +345,7 @@ fn policy(settings: &[String], mut task: Task) -> Result<Status, Failure> {
     }
     let mut shown = Value::Null;
     // Another member may have answered than the one that is looked at now.
-    task.wait("the policy", |cluster| {
+    task.wait("the policy is not changed here yet", |cluster| {
         shown = cluster.ask("policy", json!({}))?["policy"].take();
         Ok(set.iter().all(|(name, value)| shown[name.as_str()] == *value))
     })?;
@@ -339,7 +364,15 @@ fn policy(settings: &[String], mut task: Task) -> Result<Status, Failure> {
 fn finalize(mut task: Task) -> Result<Status, Failure> {
     let before = task.status()?["cluster_version"].clone();
     task.change("finalize", json!({}))?;
-    let after = task.status()?["cluster_version"].clone();
+    let mut after = Value::Null;
+    // Another member may have decided than the one that is looked at now.
+    task.wait("the version is not raised here yet", |cluster| {
+        let status = cluster.ask("status", json!({}))?;
+        after = status["cluster_version"].clone();
+        let reads = status["versions"].as_array().into_iter().flatten();
+        let newest = reads.filter_map(|version| version["value"].as_u64()).max();
+        Ok(after.as_u64() >= newest)
+    })?;
     let text = if before == after {
         format!("the cluster uses version {after} already, the newest that all members read")
     } else {
@@ -354,11 +387,11 @@ pub(crate) fn drain(args: DrainArgs, outer: &Settings) -> Result<Status, Failure
     let mut task = Task::new(change, outer)?;
     let address = task.address_of(&node)?;
     let wanted = json!({ "undo": undo, "reason": task.cluster.reason() });
-    task.cluster.ask_at(&address, "drain", &wanted, Duration::from_secs(20))?;
+    task.cluster.ask_node((&node, &address), "drain", &wanted, Duration::from_secs(20))?;
     if undo {
         return task.tell(&format!("{node} may lead"), json!({ "node": node, "drained": false }));
     }
-    task.wait("another leader", |cluster| {
+    task.wait(&format!("{node} is drained, but no other node leads yet"), |cluster| {
         let status = cluster.status_at(&address)?;
         Ok(status["role"] != "leader" && status["leader_id"] != "")
     })?;
@@ -496,8 +529,8 @@ fn status(wait: Option<Duration>, common: Common, outer: &Settings) -> Result<St
         let (state, paint, applied, server, note) = match status {
             Err(failure) => {
                 let text = failure.to_string();
-                let why = text.split("; check").next().unwrap_or_default().to_owned();
-                ("down".to_owned(), Paint::Red, "-".to_owned(), "-".to_owned(), clean(&why))
+                let why = text.strip_suffix(CHECK_SERVERS).unwrap_or(&text);
+                ("down".to_owned(), Paint::Red, "-".to_owned(), "-".to_owned(), clean(why))
             }
             Ok(status) => {
                 let ready = status["ready"] == true;

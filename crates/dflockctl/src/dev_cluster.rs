@@ -76,9 +76,9 @@ pub(crate) async fn run(args: Args) -> Result<Status, Failure> {
         children.push(start(&program, &dir, number, &ports, &args.flags)?);
     }
     let told = async {
-        wait_until_ready(&ports, &mut children).await?;
+        wait_until_ready(&dir, &ports, &mut children).await?;
         tell(&dir, &ports, args.output.json);
-        Err(one_ended(&mut children).await)
+        Err(one_ended(&dir, &mut children).await)
     };
     let outcome = tokio::select! {
         outcome = told => outcome,
@@ -86,8 +86,8 @@ pub(crate) async fn run(args: Args) -> Result<Status, Failure> {
         _ = ends.recv() => Ok(Status::Ok),
     };
     stop(children).await;
-    if temporary {
-        // Only what it made itself, and nobody will look for it.
+    if temporary && outcome.is_ok() {
+        // Only what it made itself, and nobody will look for it; after a failure somebody may.
         let _ = fs::remove_dir_all(&dir);
     }
     outcome
@@ -142,7 +142,12 @@ fn start(
             format!("can not run {shown}: {error}; name it with --dflockd"),
         )
     };
-    let log = fs::File::create(dir.join(format!("n{number}.log"))).map_err(failed)?;
+    // Behind what is there: it may be of nodes that still run.
+    let path_of_log = log_of(dir, number);
+    let log =
+        fs::File::options().create(true).append(true).open(&path_of_log).map_err(|error| {
+            Failure::new(Status::No, format!("can not write {}: {error}", path_of_log.display()))
+        })?;
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("DFLOCKD_") {
@@ -168,20 +173,25 @@ fn start(
     command.kill_on_drop(true).spawn().map_err(failed)
 }
 
-async fn wait_until_ready(ports: &[Ports], children: &mut [Child]) -> Result<(), Failure> {
+async fn wait_until_ready(
+    dir: &Path,
+    ports: &[Ports],
+    children: &mut [Child],
+) -> Result<(), Failure> {
     let begun = Instant::now();
     for [port, ..] in ports {
         let server = format!("127.0.0.1:{port}");
         loop {
             if let Some(number) = ended(children) {
-                return Err(has_ended(number));
+                return Err(has_ended(dir, number));
             }
             let cluster = Cluster::looking(Connection::local(vec![server.clone()]));
             if cluster.status_at(&server).is_ok_and(|status| status["ready"] == true) {
                 break;
             }
             if begun.elapsed() > START {
-                let text = format!("{server} does not get ready; look at its log");
+                let text =
+                    format!("{server} does not get ready; look at its log in {}", dir.display());
                 return Err(Failure::new(Status::Unreachable, text));
             }
             tokio::time::sleep(LOOK).await;
@@ -197,14 +207,14 @@ fn ended(children: &mut [Child]) -> Option<usize> {
 }
 
 /// One node less is no reason to end: trying that out is what this is for. All of them are.
-async fn one_ended(children: &mut [Child]) -> Failure {
+async fn one_ended(dir: &Path, children: &mut [Child]) -> Failure {
     let mut told = vec![false; children.len()];
     loop {
         tokio::time::sleep(LOOK).await;
         for (position, child) in children.iter_mut().enumerate() {
             if !told[position] && matches!(child.try_wait(), Ok(Some(_))) {
                 told[position] = true;
-                complain(has_ended(position + 1));
+                complain(has_ended(dir, position + 1));
             }
         }
         if told.iter().all(|told| *told) {
@@ -213,8 +223,17 @@ async fn one_ended(children: &mut [Child]) -> Failure {
     }
 }
 
-fn has_ended(number: usize) -> Failure {
-    Failure::new(Status::No, format!("n{number} has ended; its log, n{number}.log, says why"))
+fn log_of(dir: &Path, number: usize) -> PathBuf {
+    dir.join(format!("n{number}.log"))
+}
+
+/// The last line of its log most often says why.
+fn has_ended(dir: &Path, number: usize) -> Failure {
+    let path = log_of(dir, number);
+    let log = fs::read_to_string(&path).unwrap_or_default();
+    let last = output::clean(log.lines().next_back().unwrap_or("it said nothing"));
+    let path = path.display();
+    Failure::new(Status::No, format!("n{number} has ended; its log, {path}, ends with: {last}"))
 }
 
 fn tell(dir: &Path, ports: &[Ports], as_json: bool) {

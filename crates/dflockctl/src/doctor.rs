@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::cluster::{listed, word};
 use crate::connect::Settings;
 use crate::failure::{Failure, Status};
-use crate::operator::Cluster;
+use crate::operator::{CHECK_SERVERS, Cluster};
 use crate::output::{self, Output, Paint, Table, clean};
 
 /// Bytes left on a disk.
@@ -122,16 +122,21 @@ fn visit(cluster: &Cluster, node: String, about: &Value) -> Patient {
 
 fn examine(seen: &Value, patients: &[Patient], now_s: i64) -> Vec<Finding> {
     let mut report = Report(Vec::new());
-    report.quorum(seen, patients);
+    let has_quorum = report.quorum(seen, patients);
     report.versions(seen, patients);
     for patient in patients {
         let node = &patient.node;
         match &patient.status {
             Err(why) => {
-                let why = why.split("; check").next().unwrap_or_default();
-                report.error("reach", node, clean(why), format!(
-                    "start it; if it is gone for good: dflockctl cluster remove {node}, then add another"
-                ));
+                let why = why.strip_suffix(CHECK_SERVERS).unwrap_or(why);
+                let advice = if has_quorum {
+                    format!(
+                        "start it; if it is gone for good: dflockctl cluster remove {node}, then add another"
+                    )
+                } else {
+                    "start it: without a majority it can be neither removed nor replaced".to_owned()
+                };
+                report.error("reach", node, clean(why), advice);
             }
             Ok(status) => report.member(node, status, now_s),
         }
@@ -180,7 +185,8 @@ impl Report {
         self.add(Severity::Error, check, node, what, advice);
     }
 
-    fn quorum(&mut self, seen: &Value, patients: &[Patient]) {
+    /// Whether there is one.
+    fn quorum(&mut self, seen: &Value, patients: &[Patient]) -> bool {
         let votes = |patient: &&Patient| patient.role != "learner";
         let voters = patients.iter().filter(votes).count();
         let there = patients.iter().filter(votes).filter(|patient| patient.status.is_ok()).count();
@@ -229,6 +235,7 @@ impl Report {
                 );
             }
         }
+        there >= majority
     }
 
     fn versions(&mut self, seen: &Value, patients: &[Patient]) {
@@ -239,14 +246,17 @@ impl Report {
         let cluster = seen["cluster_version"].as_u64().unwrap_or_default();
         let versions = seen["versions"].as_array().map(Vec::as_slice).unwrap_or_default();
         let lowest = versions.iter().filter_map(|version| version["value"].as_u64()).min();
+        let highest = versions.iter().filter_map(|version| version["value"].as_u64()).max();
+        let advice = "finish the upgrade: one node after the other, `dflockctl drain` first";
         if servers.len() > 1 {
             let text = format!("members run {}", servers.join(" and "));
-            self.warn(
-                "versions",
-                "",
-                text,
-                "finish the upgrade: one node after the other, `dflockctl drain` first",
-            );
+            self.warn("versions", "", text, advice);
+        } else if lowest != highest {
+            let old = versions.iter().filter(|version| version["value"].as_u64() < highest);
+            let old: Vec<_> = old.map(|version| word(&version["node_id"])).collect();
+            let newest = highest.unwrap_or_default();
+            let text = format!("not all members read version {newest}: {}", old.join(" "));
+            self.warn("versions", "", text, advice);
         } else if lowest.is_some_and(|lowest| lowest > cluster) {
             let text = format!("the cluster uses version {cluster}, all members read more");
             let advice = "when you do not want to go back: dflockctl cluster finalize";
@@ -421,10 +431,21 @@ fn print(findings: &[Finding]) {
         ]);
     }
     table.print();
+    // The same advice for several nodes is given once.
+    let mut advice: Vec<(&str, &str, Vec<&str>)> = Vec::new();
     for finding in findings.iter().filter(|finding| finding.severity > Severity::Ok) {
-        let node =
-            if finding.node.is_empty() { String::new() } else { format!(" of {}", finding.node) };
-        output::line(format!("{}{node}: {}", finding.check, finding.advice));
+        let same = |(check, advice, _): &&mut (&str, &str, _)| {
+            (*check, *advice) == (finding.check, finding.advice.as_str())
+        };
+        match advice.iter_mut().find(same) {
+            Some((.., nodes)) => nodes.push(&finding.node),
+            None => advice.push((finding.check, &finding.advice, vec![&finding.node])),
+        }
+    }
+    for (check, advice, nodes) in advice {
+        let nodes = nodes.join(", ");
+        let of = if nodes.is_empty() { "" } else { " of " };
+        output::line(format!("{check}{of}{nodes}: {advice}"));
     }
 }
 
@@ -488,6 +509,17 @@ mod tests {
         check(|it| of_a(it, "files_max", json!(11)), &[("files", Error)]);
         check(|it| of_a(it, "files_max", json!(1024)), &[("files", Warning)]);
         check(|it| of_a(it, "server", json!("2")), &[("versions", Warning)]);
+        let reads =
+            |a: u64, b: u64| json!([{"node_id": "a", "value": a}, {"node_id": "b", "value": b}]);
+        for (reads, found) in
+            [(reads(1, 1), None), (reads(1, 2), Some("b")), (reads(2, 2), Some(""))]
+        {
+            let seen = json!({ "term": 1, "cluster_version": 1, "versions": reads });
+            let findings = examine(&seen, &patients(|_| {}), 0);
+            let mut sick = findings.iter().filter(|finding| finding.severity > Severity::Ok);
+            let checks = sick.next().map(|finding| finding.check);
+            assert_eq!(checks, found.map(|_| "versions"), "{findings:?}");
+        }
         check(
             |it| of_a(it, "lags", json!([{"node_id": "b", "value": 20_000}])),
             &[("lag", Warning)],

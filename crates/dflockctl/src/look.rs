@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use crate::connect::Settings;
 use crate::failure::{Failure, Status, complain};
+use crate::operator::Cluster;
 use crate::output::{self, Output, Paint, Table, clean};
 use crate::survey::{Each, Holder, Survey};
 use crate::time;
@@ -197,7 +198,8 @@ fn text(value: &Value, name: &str) -> String {
 
 /// `status`.
 pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status, Failure> {
-    let connection = args.settings.or(outer).resolve()?;
+    let settings = args.settings.or(outer);
+    let connection = settings.clone().resolve()?;
     let mut each = Each::new(&connection);
     let mut surveys = Vec::new();
     for position in 0..each.servers.len() {
@@ -207,6 +209,7 @@ pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status,
         };
         surveys.push((each.servers[position].0.clone(), survey));
     }
+    let members = Cluster::looking(settings.resolve()?);
     if args.output.json {
         output::json(&surveys.iter().map(status_json).collect());
     } else {
@@ -222,7 +225,10 @@ pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status,
                     )
                 }
                 Err(_) => {
-                    ("down", Paint::Red, [const { String::new() }; 4].map(|_| "-".to_owned()))
+                    // A member that stands alone answers its operators, and nobody else.
+                    let is_alone = members.status_at(server).is_ok_and(|it| it["ready"] == false);
+                    let state = if is_alone { "not ready" } else { "down" };
+                    (state, Paint::Red, [const { String::new() }; 4].map(|_| "-".to_owned()))
                 }
             };
             let cells = [(server.clone(), Paint::None), (state.to_owned(), how)];
@@ -232,7 +238,12 @@ pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status,
         show_queues(surveys.iter().filter_map(|(_, survey)| survey.as_ref().ok()));
     }
     // All servers are shown before one that is down becomes the end of it.
-    match surveys.into_iter().find_map(|(_, survey)| survey.err()) {
+    let mut errors: Vec<_> = surveys.into_iter().filter_map(|(_, survey)| survey.err()).collect();
+    let last = errors.pop();
+    for error in errors {
+        complain(Failure::from(error));
+    }
+    match last {
         Some(error) => Err(error.into()),
         None => Ok(Status::Ok),
     }

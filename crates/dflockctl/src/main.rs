@@ -16,6 +16,7 @@ mod failure;
 mod family;
 mod hold;
 mod init;
+mod inspect;
 mod leash;
 mod look;
 mod manual;
@@ -122,6 +123,8 @@ enum Verb {
     Backup(backup::BackupArgs),
     /// Begin a new cluster from a backup: make the data directory of its first node, on this machine.
     Restore(backup::RestoreArgs),
+    /// Say what is in the data directory of a node that does not run; changes nothing.
+    InspectData(inspect::Args),
     /// Check a cluster, and say what to do about what is found.
     Doctor(doctor::Args),
     /// Run a cluster on this machine, for trying things out and for tests.
@@ -201,6 +204,7 @@ async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
         Verb::Drain(args) => cluster::drain(args, settings),
         Verb::Backup(args) => backup::backup(args, settings),
         Verb::Restore(args) => backup::restore(&args),
+        Verb::InspectData(args) => inspect::run(&args),
         Verb::Doctor(args) => doctor::run(args, settings),
         Verb::DevCluster(args) => dev_cluster::run(args).await,
         Verb::Completions(args) => Ok(manual::completions(&args, Cli::command())),

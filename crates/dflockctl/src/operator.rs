@@ -1,6 +1,6 @@
 //! Talking to members as an operator: one request, one answer, to whichever member answers.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,11 +16,17 @@ use crate::failure::{Failure, Status};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take for its part of a change.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long a server may take to say how it is, which it knows without asking anybody.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a snapshot may take.
 pub(crate) const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(610);
 /// The longest answer: far above a piece of a backup and the status of many members.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
 const AGAIN: Duration = Duration::from_millis(200);
+/// Whoever is in a hurry still gives a leader the time for a few syncs.
+const ANSWER_LEAST: Duration = Duration::from_secs(1);
+/// The advice behind a connection that failed.
+pub(crate) const CHECK_SERVERS: &str = "; check --servers (DFLOCKD_SERVERS) and that dflockd runs";
 
 /// Who asks.
 #[derive(Debug, clap::Args)]
@@ -118,6 +124,26 @@ impl Cluster {
         self.ask_at(server, "status", &json!({}), ANSWER_TIMEOUT)
     }
 
+    /// The same for a member that is known by its name.
+    pub(crate) fn ask_node(
+        &self,
+        (node, address): (&str, &str),
+        verb: &str,
+        wanted: &Value,
+        limit: Duration,
+    ) -> Result<Value, Failure> {
+        self.ask_at(address, verb, wanted, limit).map_err(|failure| {
+            if failure.status != Status::Unreachable {
+                return failure;
+            }
+            // What was given as servers is not to blame.
+            let text = failure.to_string();
+            let why = text.strip_suffix(CHECK_SERVERS).unwrap_or(&text);
+            let advice = "only the node itself can do that: start it first";
+            Failure::new(Status::Unreachable, format!("{node} does not answer: {why}; {advice}"))
+        })
+    }
+
     /// Asks for a change until it is done. What only takes time is asked for again.
     pub(crate) fn change(
         &mut self,
@@ -128,7 +154,16 @@ impl Cluster {
         wanted["reason"] = self.reason.clone().into();
         let begun = Instant::now();
         loop {
-            let asked = self.ask(verb, wanted.clone());
+            let left = limit.saturating_sub(begun.elapsed());
+            let asked = self.ask("status", json!({})).and_then(|seen| {
+                // Nobody could decide, and the answer would only be late.
+                if seen["leader_id"] == "" {
+                    let text = "the cluster has no leader, so nothing can be changed";
+                    let text = format!("{text}; `dflockctl doctor` says who is missing");
+                    return Err(Failure::new(Status::Unreachable, text));
+                }
+                self.ask_within(verb, wanted.clone(), left.clamp(ANSWER_LEAST, ANSWER_TIMEOUT))
+            });
             let passes = match &asked {
                 Ok(_) => false,
                 Err(failure) => {
@@ -186,12 +221,11 @@ impl<T: Read + Write> Stream for T {}
 impl Link {
     fn open(connection: &Connection, server: &str) -> Result<Self, Failure> {
         let failed = |error: &dyn std::fmt::Display| {
-            let advice = "check --servers (DFLOCKD_SERVERS) and that dflockd runs";
-            Failure::new(Status::Unreachable, format!("{server}: {error}; {advice}"))
+            Failure::new(Status::Unreachable, format!("{server}: {error}{CHECK_SERVERS}"))
         };
         let limit = connection.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
         let addresses = server.to_socket_addrs().map_err(|error| failed(&error))?;
-        let mut socket = Err(std::io::ErrorKind::AddrNotAvailable.into());
+        let mut socket = Err(ErrorKind::AddrNotAvailable.into());
         for address in addresses {
             socket = TcpStream::connect_timeout(&address, limit);
             if socket.is_ok() {
@@ -216,7 +250,7 @@ impl Link {
         };
         let mut link = Self { server: server.to_owned(), socket, stream: BufReader::new(stream) };
         if let Some(auth) = &connection.auth {
-            let answer = link.exchange(&format!("auth\n_\n{auth}\n"), limit)?;
+            let answer = link.exchange(&format!("auth\n_\n{auth}\n"), limit, "")?;
             if answer != "ok" {
                 let advice =
                     "give the right token with --auth-token-file or DFLOCKD_AUTH_TOKEN_FILE";
@@ -236,7 +270,12 @@ impl Link {
         limit: Duration,
     ) -> Result<Value, Failure> {
         let token = token.unwrap_or("_");
-        let answer = self.exchange(&format!("cluster\n{verb}\n{token} {wanted}\n"), limit)?;
+        let (limit, late) = match verb {
+            "status" => (limit.min(STATUS_TIMEOUT), ""),
+            _ => (limit, "; it may still happen"),
+        };
+        let request = format!("cluster\n{verb}\n{token} {wanted}\n");
+        let answer = self.exchange(&request, limit, late)?;
         let server = &self.server;
         let strange = |what: &str| {
             Failure::new(
@@ -268,10 +307,19 @@ impl Link {
         }
     }
 
-    fn exchange(&mut self, request: &str, limit: Duration) -> Result<String, Failure> {
+    /// Sends a request and reads its answer; if that is `late`, there is this to be said.
+    fn exchange(&mut self, request: &str, limit: Duration, late: &str) -> Result<String, Failure> {
         let server = self.server.clone();
         let failed = |error: &dyn std::fmt::Display| {
             Failure::new(Status::Unreachable, format!("{server}: {error}"))
+        };
+        let unread = |error: std::io::Error| {
+            if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&error.kind()) {
+                let seconds = limit.as_secs();
+                failed(&format_args!("no answer in time ({seconds} s){late}"))
+            } else {
+                failed(&error)
+            }
         };
         self.socket.set_read_timeout(Some(limit)).map_err(|error| failed(&error))?;
         let stream = self.stream.get_mut();
@@ -279,7 +327,7 @@ impl Link {
         sent.map_err(|error| failed(&error))?;
         let mut line = String::new();
         let read = (&mut self.stream).take(ANSWER_BYTES_MAX).read_line(&mut line);
-        read.map_err(|error| failed(&error))?;
+        read.map_err(unread)?;
         match line.strip_suffix('\n') {
             Some(line) => Ok(line.trim_end_matches('\r').to_owned()),
             None => Err(failed(&"the connection ended before the answer")),

@@ -2,6 +2,8 @@
 
 #![cfg(test)]
 
+#[path = "process/bad_day.rs"]
+mod bad_day;
 #[path = "process/cluster.rs"]
 mod cluster;
 #[path = "process/contend.rs"]

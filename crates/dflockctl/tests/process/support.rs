@@ -79,8 +79,14 @@ impl Server {
     }
 
     pub(super) fn start_at(port: u16, args: &[&str]) -> Self {
+        Self::start_with(port, args, None)
+    }
+
+    /// The same with a variable in its environment.
+    pub(super) fn start_with(port: u16, args: &[&str], variable: Option<(&str, &str)>) -> Self {
         let mut command = Command::new(server_exe());
         clean(&mut command);
+        command.envs(variable);
         let port = port.to_string();
         command.args(["--port", &port]).args(args).stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = Reaper(command.stderr(Stdio::piped()).spawn().expect("the server exists"));
