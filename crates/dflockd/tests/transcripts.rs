@@ -34,11 +34,12 @@
 
 mod transcript;
 
-use std::thread;
-
 use transcript::in_process::InProcess;
 use transcript::player::Player;
-use transcript::script::{self, Section, Way};
+use transcript::script::{Section, Way};
+use transcript::scripts::{
+    self, NOT_REPLICATED, SCRIPTS, check_differences, differs, each_script, play_all,
+};
 use transcript::tcp::Tcp;
 
 /// Sections of one file that are played at the same time over TCP, where most only wait.
@@ -50,9 +51,6 @@ const FOLLOWER_AT_ONCE: usize = 5;
 
 macro_rules! scripts {
     ($($name:ident)*) => {
-        const SCRIPTS: &[(&str, &str)] =
-            &[$((stringify!($name), include_str!(concat!("scripts/", stringify!($name), ".txt")))),*];
-
         mod in_process {
             $(#[test]
             fn $name() {
@@ -83,66 +81,20 @@ macro_rules! scripts {
     };
 }
 
-scripts! {
-    vectors framing parse_errors auth lifecycle disconnect mutex two_phase semaphores rw elections
-    counters kv lists barriers signals watches stats service hello mux sessions reports admin gc
-    startup_delay shutdown
-}
-
-/// Ids of sessions name the node and its start there; they do not count from 1.
-const IDS: &str = "it expects the ids of sessions";
-const DELAY: &str = "--startup-grant-delay cannot be used with --raft-dir";
-const BEHIND: &str =
-    "every request takes a moment there, so input behind one waits and is no abuse";
-
-/// Sections that are rightly different behind a log: script, title (all if empty), reason.
-const NOT_REPLICATED: &[(&str, &str, &str)] = &[
-    ("admin", "end-session ends all of one connection, which is told and closed", IDS),
-    ("admin", "end-session of one that waits", IDS),
-    ("admin", "end-session of a kept session, for ever (promise 18)", IDS),
-    (
-        "disconnect",
-        "--auto-release-on-disconnect=false: waiters and enqueue records go all the same",
-        IDS,
-    ),
-    ("lifecycle", "ids of connections count from 1 and are never used again", IDS),
-    ("lifecycle", "4095 bytes behind a blocking command are kept, one more is abuse", BEHIND),
-    ("lifecycle", "4096 bytes at once, together with the blocking command", BEHIND),
-    ("reports", "inspect a lock", IDS),
-    ("startup_delay", "", DELAY),
-    ("stats", "nothing: arrays, never null", "it expects that there is no cluster"),
-    ("stats", "locks", IDS),
-    ("stats", "an election is a lock", IDS),
-    ("stats", "a lock with waiters but no holder: owner 0, expiry 0", DELAY),
-];
-
-fn is_replicated(name: &str, section: &Section) -> bool {
-    !NOT_REPLICATED
-        .iter()
-        .any(|(script, title, _)| *script == name && (title.is_empty() || *title == section.title))
-}
+each_script!(scripts);
 
 #[test]
 fn what_is_not_replicated_is_there() {
-    for (script, title, _) in NOT_REPLICATED {
-        let (_, text) = SCRIPTS.iter().find(|(name, _)| name == script).expect("it is a script");
-        let titles = script::parse(text).expect("it can be read").into_iter();
-        assert!(title.is_empty() || titles.into_iter().any(|it| it.title == *title), "{title}");
-    }
+    check_differences(NOT_REPLICATED);
 }
 
 /// Plays all sections of a script; fails with a report of each that failed.
 fn play(name: &str, way: Way) {
-    let (_, text) = SCRIPTS.iter().find(|(known, _)| *known == name).expect("it is in the list");
-    let file = format!("crates/dflockd/tests/scripts/{name}.txt");
-    let sections = match script::parse(text) {
-        Ok(sections) => sections,
-        Err(error) => panic!("{file}: {error}"),
-    };
+    let (file, sections) = scripts::sections(name);
     let here = |section: &&Section| match way {
         Way::InProcess | Way::Tcp => section.only.is_none_or(|only| only == way),
         Way::Durable | Way::Follower => {
-            section.only != Some(Way::InProcess) && is_replicated(name, section)
+            section.only != Some(Way::InProcess) && !differs(NOT_REPLICATED, name, section)
         }
     };
     let sections: Vec<_> = sections.iter().filter(here).collect();
@@ -152,25 +104,7 @@ fn play(name: &str, way: Way) {
         Way::Durable => DURABLE_AT_ONCE,
         Way::Follower => FOLLOWER_AT_ONCE,
     };
-    let mut failures = Vec::new();
-    for part in sections.chunks(at_once) {
-        thread::scope(|scope| {
-            let played: Vec<_> = part
-                .iter()
-                .map(|section| scope.spawn(|| play_section(section, &file, way)))
-                .collect();
-            for (section, played) in part.iter().zip(played) {
-                let outcome = played.join().unwrap_or_else(|payload| {
-                    let reason = payload.downcast_ref::<&str>().copied().map(str::to_owned);
-                    let reason = reason.or_else(|| payload.downcast_ref::<String>().cloned());
-                    let reason = reason.unwrap_or_default();
-                    Err(format!("{file} ({}): panic: {reason}", section.title))
-                });
-                failures.extend(outcome.err());
-            }
-        });
-    }
-    assert!(failures.is_empty(), "\n\n{}\n", failures.join("\n\n"));
+    play_all(&file, &sections, at_once, |section| play_section(section, &file, way));
 }
 
 fn play_section(section: &Section, file: &str, way: Way) -> Result<(), String> {

@@ -7,6 +7,8 @@
 #[cfg(test)]
 mod access;
 #[cfg(test)]
+mod audit;
+#[cfg(test)]
 mod calls;
 #[cfg(test)]
 mod cluster;
@@ -21,6 +23,8 @@ mod harness;
 #[cfg(test)]
 mod limits;
 #[cfg(test)]
+mod operator;
+#[cfg(test)]
 mod play;
 #[cfg(test)]
 mod sessions;
@@ -33,8 +37,15 @@ mod streams;
 #[expect(dead_code, reason = "shared with the tests of the process, which need more of it")]
 mod support;
 #[cfg(test)]
+#[path = "../transcript/through.rs"]
+mod through;
+#[cfg(test)]
 #[path = "../transcript/mod.rs"]
 #[expect(dead_code, reason = "shared with the transcripts over TCP, which need more of it")]
 mod transcript;
 #[cfg(test)]
 mod transcripts;
+#[cfg(test)]
+#[path = "../http/wire.rs"]
+#[expect(dead_code, reason = "shared with the tests of HTTP, which need more of it")]
+mod wire;

@@ -1,7 +1,7 @@
 //! A server that is talked to by gRPC, as scripts of the line protocol see it: each request line becomes the call that
 //! stands for it, and what comes of it is printed as the line protocol would.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,9 +17,7 @@ use dflockd_wire::grpc::{
     PublishRequest, PushRequest, RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest,
     SetCounterRequest, SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
 };
-use dflockd_wire::{
-    Decoded, Decoder, End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText, Unit,
-};
+use dflockd_wire::{End, ErrorCode, Frame, Mode, Op, Push, Request, Response, Space, TokenText};
 use parking_lot::Mutex;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
@@ -29,12 +27,10 @@ use tonic::Status;
 
 use super::harness::{Dir, Node, Process, free_addresses, host};
 use super::site::{Link, Session, info};
-use super::transcript::{Received, Server};
+use super::through::{Door, Told, answer_line, granted, push_line, read, renewed};
+use super::transcript::scripts::Difference;
+use super::transcripts;
 
-/// How long an expected line may take, beside the time that the script lets pass.
-const PATIENCE: Duration = Duration::from_secs(8);
-/// How far real time may run ahead of the script before silence proves nothing.
-const LATE: Duration = Duration::from_millis(150);
 /// After this, what is not answered waits.
 const UNANSWERED: Duration = Duration::from_millis(60);
 
@@ -46,8 +42,6 @@ pub(super) struct Played {
     conns: BTreeMap<String, Conn>,
     /// The lease of who names none, which sessions have as their time to live.
     ttl_ms: u64,
-    started: Instant,
-    passed: Duration,
     _dir: Dir,
 }
 
@@ -66,7 +60,7 @@ struct Lines {
 
 #[derive(Default)]
 struct LinesState {
-    arrived: std::collections::VecDeque<Vec<u8>>,
+    arrived: VecDeque<Vec<u8>>,
     /// Requests that are not answered.
     open: usize,
 }
@@ -77,24 +71,58 @@ impl Lines {
     }
 
     fn answer(&self, response: &Response<'_>) {
-        let mut line = Vec::new();
-        response.print(Unit::Seconds, None, &mut line);
+        self.answer_with(answer_line(response));
+    }
+
+    fn answer_with(&self, line: Vec<u8>) {
         let mut state = self.state.lock();
         state.open -= 1;
-        line.pop();
         state.arrived.push_back(line);
     }
 
     fn tell(&self, push: &Push<'_>) {
-        let mut line = Vec::new();
-        push.print(&mut line);
-        line.pop();
-        self.push(line);
+        self.push(push_line(push));
     }
 }
 
 impl Played {
-    pub(super) fn start(flags: &[String], durable: bool) -> Result<Self, String> {
+    fn conn(&mut self, conn: &str) -> &mut Conn {
+        self.conns.get_mut(conn).expect("opened before it is used")
+    }
+}
+
+/// The server answers once it has a leader.
+async fn connect(address: SocketAddr) -> Link {
+    let link = Link::connect(address).await;
+    super::site::eventually("it can open sessions", async || {
+        link.sessions().open(proto::OpenRequest::default()).await.ok().map(|_| ())
+    })
+    .await;
+    link
+}
+
+fn default_lease(flags: &[String]) -> u64 {
+    let mut flags = flags.iter();
+    while let Some(flag) = flags.next() {
+        if flag == "--default-lease-ttl" {
+            return flags.next().and_then(|value| value.parse().ok()).expect("a number");
+        }
+        if let Some(value) = flag.strip_prefix("--default-lease-ttl=") {
+            return value.parse().expect("a number");
+        }
+    }
+    33
+}
+
+impl Door for Played {
+    const NOT_THE_SAME: &'static [Difference] = transcripts::NOT_THE_SAME;
+    const PLAYED_MIN: usize = transcripts::PLAYED_MIN;
+
+    fn has(op: Op, _: &Frame<'_>) -> bool {
+        transcripts::has_call(op)
+    }
+
+    fn start(flags: &[String], durable: bool) -> Result<Self, String> {
         let dir = Dir::new();
         let address = host();
         let [line, peer, grpc] = free_addresses(address, 3)[..] else { unreachable!() };
@@ -122,54 +150,10 @@ impl Played {
         let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
         let ttl_ms = default_lease(flags) * 1000;
         let link = runtime.block_on(connect(grpc));
-        let started = Instant::now();
-        let passed = Duration::ZERO;
         let conns = BTreeMap::new();
-        Ok(Self { runtime, process, link, conns, ttl_ms, started, passed, _dir: dir })
+        Ok(Self { runtime, process, link, conns, ttl_ms, _dir: dir })
     }
 
-    fn conn(&mut self, conn: &str) -> &mut Conn {
-        self.conns.get_mut(conn).expect("opened before it is used")
-    }
-
-    /// Waits until every request is answered or waits.
-    fn settle(&self) {
-        let begun = Instant::now();
-        loop {
-            let open = self.conns.values().any(|conn| conn.lines.state.lock().open > 0);
-            let waited = begun.elapsed();
-            if !open && waited > Duration::from_millis(5) || waited > UNANSWERED {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-/// The server answers once it has a leader.
-async fn connect(address: SocketAddr) -> Link {
-    let link = Link::connect(address).await;
-    super::site::eventually("it can open sessions", async || {
-        link.sessions().open(proto::OpenRequest::default()).await.ok().map(|_| ())
-    })
-    .await;
-    link
-}
-
-fn default_lease(flags: &[String]) -> u64 {
-    let mut flags = flags.iter();
-    while let Some(flag) = flags.next() {
-        if flag == "--default-lease-ttl" {
-            return flags.next().and_then(|value| value.parse().ok()).expect("a number");
-        }
-        if let Some(value) = flag.strip_prefix("--default-lease-ttl=") {
-            return value.parse().expect("a number");
-        }
-    }
-    33
-}
-
-impl Server for Played {
     fn open(&mut self, conn: &str) {
         let session = self.runtime.block_on(self.link.open(self.ttl_ms));
         let (requests, queue) = mpsc::unbounded_channel();
@@ -179,21 +163,13 @@ impl Server for Played {
         self.conns.insert(conn.to_owned(), Conn { requests, lines, session, worker });
     }
 
-    fn send(&mut self, conn: &str, bytes: &[u8]) {
+    fn send(&mut self, conn: &str, requests: Vec<Vec<u8>>) {
         let conn = self.conn(conn);
-        let mut decoder = Decoder::new(1 << 20);
-        let mut rest = bytes;
-        while let Decoded::Frame { used, .. } = decoder.decode(rest) {
+        for request in requests {
             conn.lines.state.lock().open += 1;
-            conn.requests.send(rest[..used].to_vec()).expect("its worker runs");
-            rest = &rest[used..];
+            conn.requests.send(request).expect("its worker runs");
         }
-        assert!(rest.is_empty(), "only whole requests can be played");
         self.settle();
-    }
-
-    fn half_close(&mut self, _: &str) {
-        unreachable!("sections with it are not played")
     }
 
     fn close(&mut self, conn: &str) {
@@ -204,47 +180,21 @@ impl Server for Played {
         self.settle();
     }
 
-    fn reset(&mut self, _: &str) {
-        unreachable!("sections with it are not played")
+    fn line(&mut self, conn: &str) -> Option<Vec<u8>> {
+        self.conn(conn).lines.state.lock().arrived.pop_front()
     }
 
-    fn stall(&mut self, _: &str) {
-        unreachable!("sections with it are not played")
-    }
-
-    fn receive(&mut self, conn: &str) -> Received {
+    fn settle(&mut self) {
         let begun = Instant::now();
         loop {
-            if let Some(line) = self.conn(conn).lines.state.lock().arrived.pop_front() {
-                return Received::Line(line);
-            }
-            if begun.elapsed() > PATIENCE {
-                return Received::Nothing;
+            let open = self.conns.values().any(|conn| conn.lines.state.lock().open > 0);
+            let waited = begun.elapsed();
+            if !open && waited > Duration::from_millis(5) || waited > UNANSWERED {
+                return;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-
-    fn receive_now(&mut self, conn: &str) -> Received {
-        self.settle();
-        let line = self.conn(conn).lines.state.lock().arrived.pop_front();
-        line.map_or(Received::Nothing, Received::Line)
-    }
-
-    fn pass(&mut self, time: Duration) {
-        std::thread::sleep(time);
-        self.passed += time;
-    }
-
-    fn is_late(&self) -> bool {
-        self.started.elapsed() > self.passed + LATE
-    }
-
-    fn terminate(&mut self) {
-        unreachable!("sections with it are not played")
-    }
-
-    fn check(&mut self) {}
 
     fn log(&self) -> Vec<String> {
         self.process.output().lines().map(str::to_owned).collect()
@@ -282,14 +232,9 @@ impl Talk {
     /// One request after the other, as a connection of the line protocol does it.
     async fn run(mut self, mut queue: mpsc::UnboundedReceiver<Vec<u8>>) {
         while let Some(bytes) = queue.recv().await {
-            let mut decoder = Decoder::new(1 << 20);
-            let Decoded::Frame { frame, .. } = decoder.decode(&bytes) else { unreachable!() };
-            let request = Op::parse(frame.command)
-                .and_then(|op| Some((op, Request::parse(op, &frame, Unit::Seconds).ok()?)));
-            match request {
-                // No call stands for what is no request.
-                None => self.lines.answer(&Response::Error(ErrorCode::Error)),
-                Some((op, request)) => self.execute(op, request).await,
+            match read(&bytes) {
+                Err(line) => self.lines.answer_with(line),
+                Ok((op, request)) => self.execute(op, request).await,
             }
         }
     }
@@ -379,11 +324,10 @@ impl Talk {
                     ..RenewRequest::default()
                 };
                 match link.locks().renew(request).await {
-                    Ok(renewed) => {
-                        let renewed = renewed.into_inner();
-                        let remaining = Duration::from_millis(renewed.valid_for_ms);
-                        let fence = matches!(op, Op::Rn | Op::Wn).then_some(renewed.fence);
-                        self.lines.answer(&Response::Renewed { remaining, fence });
+                    Ok(told) => {
+                        let proto::RenewResponse { valid_for_ms, fence, .. } = told.into_inner();
+                        let remaining = Duration::from_millis(valid_for_ms);
+                        self.lines.answer(&renewed(op, remaining, fence));
                     }
                     Err(status) => self.refused(op, &status),
                 }
@@ -654,22 +598,13 @@ impl Talk {
     }
 
     fn granted(&self, op: Op, told: Result<Option<Grant>, Status>) {
-        let enqueued = matches!(op, Op::E | Op::Se | Op::Re | Op::We);
+        let told_of = |grant: Grant| Told {
+            token: TokenText::from_bytes(grant.token.as_bytes()).expect("a token"),
+            lease: Duration::from_millis(grant.valid_for_ms),
+            fence: grant.fence,
+        };
         match told {
-            Ok(Some(grant)) => {
-                let token = TokenText::from_bytes(grant.token.as_bytes()).expect("a token");
-                let lease = Duration::from_millis(grant.valid_for_ms);
-                let has_fence =
-                    matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Elect);
-                let fence = has_fence.then_some(grant.fence);
-                self.lines.answer(&if enqueued {
-                    Response::Acquired { token, lease, fence }
-                } else {
-                    Response::Granted { token, lease, fence }
-                });
-            }
-            Ok(None) if enqueued => self.lines.answer(&Response::Queued),
-            Ok(None) => self.lines.answer(&Response::Timeout),
+            Ok(grant) => self.lines.answer(&granted(op, grant.map(told_of))),
             Err(status) => self.refused(op, &status),
         }
     }
@@ -743,35 +678,4 @@ fn end_of(end: End) -> i32 {
         End::Left => ListEnd::Left.into(),
         End::Right => ListEnd::Right.into(),
     }
-}
-
-/// Whether a request can be played: the lines of one, or several, each with a call that stands for it.
-pub(super) fn stands_for_calls(bytes: &[u8]) -> bool {
-    let mut decoder = Decoder::new(1 << 20);
-    let mut rest = bytes;
-    while let Decoded::Frame { frame, used } = decoder.decode(rest) {
-        let op = Op::parse(frame.command);
-        let played = op.is_none_or(|op| {
-            !matches!(
-                op,
-                Op::Auth
-                    | Op::Stats
-                    | Op::Barrier
-                    | Op::StableRef
-                    | Op::Hello
-                    | Op::Cancel
-                    | Op::Ack
-                    | Op::Inspect
-                    | Op::Ls
-                    | Op::ForceRelease
-                    | Op::EndSession
-                    | Op::Cluster
-            )
-        });
-        if !played {
-            return false;
-        }
-        rest = &rest[used..];
-    }
-    rest.is_empty() && !bytes.is_empty()
 }

@@ -4,7 +4,8 @@
 //! Written from the specification, with an HTTP client of its own (`wire.rs`) that can also be slow, rude and
 //! wrong. `site.rs` starts servers in each mode; the servers and the line-protocol clients are those of the other
 //! tests. The `tour` of a module goes through what its routes do when all is well; `modes.rs` takes each tour in
-//! memory mode, over TLS, on one durable node and through a follower of three.
+//! memory mode, over TLS, on one durable node and through a follower of three. `transcripts.rs` plays the scripts of
+//! the line protocol through HTTP.
 
 #[cfg(test)]
 mod access;
@@ -33,6 +34,8 @@ mod modes;
 #[cfg(test)]
 mod openapi;
 #[cfg(test)]
+mod play;
+#[cfg(test)]
 mod requests;
 #[cfg(test)]
 mod sessions;
@@ -44,6 +47,15 @@ mod streams;
 #[path = "../process/support.rs"]
 #[expect(dead_code, reason = "shared with the tests of the process, which need more of it")]
 mod support;
+#[cfg(test)]
+#[path = "../transcript/through.rs"]
+mod through;
+#[cfg(test)]
+#[path = "../transcript/mod.rs"]
+#[expect(dead_code, reason = "shared with the transcripts over TCP, which need more of it")]
+mod transcript;
+#[cfg(test)]
+mod transcripts;
 #[cfg(test)]
 mod values;
 #[cfg(test)]

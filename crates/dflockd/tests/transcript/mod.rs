@@ -2,7 +2,9 @@
 
 pub(crate) mod in_process;
 pub(crate) mod player;
+pub(crate) mod rest;
 pub(crate) mod script;
+pub(crate) mod scripts;
 pub(crate) mod tcp;
 
 use std::time::Duration;

@@ -12,23 +12,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use socket2::{Domain, SockRef, Socket, Type};
 
+use super::rest::{Activity, Rest};
 use super::{Received, Server};
 
 /// How long an expected line may take, beside the time that the script lets pass.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How far real time may run ahead of the script before silence proves nothing.
 const LATE: Duration = Duration::from_millis(150);
-/// How long to wait for the server to come to rest.
-const REST: Duration = Duration::from_secs(2);
-/// After this nothing will come of what the server has not noticed.
-const UNNOTICED: Duration = Duration::from_millis(50);
-
 /// How long a cluster may take to have a leader.
 const START: Duration = Duration::from_secs(20);
-/// How often the processes of a cluster must be seen at rest: while one of them is looked at, what it waits for may
-/// just have been given to another.
-const RESTS: u32 = 2;
-
 pub(crate) struct Tcp {
     /// The one that the script talks to first.
     servers: Vec<Process>,
@@ -221,50 +213,26 @@ impl Tcp {
         self.dir.is_some()
     }
 
-    fn activity(&self) -> Option<Activity> {
-        let mut all = Activity { asleep: true, switches: 0 };
-        for server in &self.servers {
-            let one = Activity::of(server.child.id())?;
-            all.asleep &= one.asleep;
-            all.switches += one.switches;
-        }
-        Some(all)
+    fn pids(&self) -> Vec<u32> {
+        self.servers.iter().map(|server| server.child.id()).collect()
     }
 
     /// Does something that the server notices, and returns when it has dealt with it: when some thread of the
-    /// server has run since and all sleep again. Without this a blocking request and one on another
-    /// connection could be executed in any order.
+    /// server has run since and all sleep again.
     fn cause(&mut self, act: impl FnOnce(&mut Self)) {
         if !self.is_replicated() {
             self.settle(None);
         }
-        let before = self.activity();
+        let before = Activity::of(&self.pids());
         act(self);
         self.settle(before);
     }
 
-    /// Waits until all threads of the server sleep and, if told what they had done before, did more.
+    /// Waits until the servers have come to rest and, if told what they had done before, did more.
     fn settle(&self, before: Option<Activity>) {
-        let started = Instant::now();
-        let mut rests = 0;
-        let (enough, micros) = if self.is_replicated() { (RESTS, 1000) } else { (1, 20) };
-        let mut pause = Duration::from_micros(micros);
-        loop {
-            // Not Linux: nobody can tell, so it gets some time.
-            let Some(now) = self.activity() else {
-                return std::thread::sleep(Duration::from_millis(30));
-            };
-            let moved = before.is_none_or(|before| before.switches != now.switches);
-            let waited = started.elapsed();
-            // What is sent to a connection that is already closed wakes nobody.
-            let rests_now = now.asleep && (moved || waited > UNNOTICED);
-            rests = if rests_now { rests + 1 } else { 0 };
-            if rests >= enough || waited > REST {
-                return;
-            }
-            std::thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(1));
-        }
+        let pids = self.pids();
+        let mut rest = Rest::new(before, self.is_replicated());
+        while !rest.has_come(&pids) {}
     }
 
     fn client(&mut self, conn: &str) -> &mut Client {
@@ -381,36 +349,6 @@ impl Client {
 /// Whether there was just nothing to read yet.
 fn is_early(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
-}
-
-/// What the threads of a process are doing.
-#[derive(Clone, Copy)]
-struct Activity {
-    /// None runs or could.
-    asleep: bool,
-    /// How often they went to sleep.
-    switches: u64,
-}
-
-impl Activity {
-    /// None where there is no `/proc`.
-    fn of(pid: u32) -> Option<Self> {
-        let mut activity = Self { asleep: true, switches: 0 };
-        for thread in std::fs::read_dir(format!("/proc/{pid}/task")).ok()? {
-            // A thread that has just ended does nothing any more.
-            let Ok(status) = std::fs::read_to_string(thread.ok()?.path().join("status")) else {
-                continue;
-            };
-            for line in status.lines() {
-                if let Some(state) = line.strip_prefix("State:") {
-                    activity.asleep &= state.trim_start().starts_with(['S', 'I', 'Z', 'X']);
-                } else if let Some(count) = line.strip_prefix("voluntary_ctxt_switches:") {
-                    activity.switches += count.trim().parse::<u64>().unwrap_or_default();
-                }
-            }
-        }
-        Some(activity)
-    }
 }
 
 /// Free ports, all different. Bound, but never listened on: a process that another test starts at this moment has
