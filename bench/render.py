@@ -253,6 +253,12 @@ def main():
     lines += ["![Server processor time per operation](images/bench-cpu.svg)", ""]
     for name, race in races.items():
         lines += [*section(name, race), ""]
+    state = source / "state.txt"
+    if state.exists():
+        what = "One durable node, as `bench/durable` prints it. Targets: ready after at most 3 s, all leases ended"
+        what += " within 2 s, no pause of more than 10 ms because of a snapshot."
+        lines += ["## state", "", what, "", "```", *state.read_text().splitlines(), "```", ""]
+        commands.append("bench/durable")
     lines += [
         "## How to read it",
         "",
@@ -283,8 +289,8 @@ def main():
         "- **grpc6**: as w6 by the gRPC doors, one session (etcd: one lease) and one connection per client, one call",
         "  at a time. Where the description says so, all connections of each side go to the leader of its cluster,",
         "  which is asked for before each round; w6 spreads them.",
-        "- **Much state**: `bench/durable` shows recovery with a million locks, a snapshot beside load, and 100,000",
-        "  leases that end at once.",
+        "- **state**: recovery with a million locks, a snapshot alone and beside a flood of writes, many leases that",
+        "  end at once. The other connection asks from a process of its own.",
         "- **grow**: the two servers of `grow-held` are two processes, one filled; in `grow-waiters` both sides use",
         "  the same connections, all on one key or eleven on each of many, and hand over one lock at a time.",
         "- **Checks**: while it runs the generator checks that no key has two holders and that fences grow; every",
