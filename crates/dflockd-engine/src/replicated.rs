@@ -665,6 +665,9 @@ impl Replicated {
 
     /// Whether there is something for the tender to do.
     pub fn wants_tender(&self) -> bool {
+        if !self.has_begun.load(Ordering::SeqCst) || self.is_over() {
+            return false;
+        }
         // Who is at the replica or the log looks again when it is done, and calls. What takes long is for the
         // replica's thread.
         let replica = || {

@@ -171,6 +171,15 @@ impl Process {
         assert!(status.success(), "kill -{name}");
     }
 
+    /// The processor time it has used.
+    pub(super) fn cpu_time(&self) -> Duration {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        // Those of its own and of the kernel for it, in hundredths of a second.
+        let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+        millis(ticks * 10)
+    }
+
     pub(super) fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("it is our child")
     }

@@ -6,13 +6,14 @@ use std::fmt::Debug;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use super::harness::{
-    Client, Cluster, Heard, LIMIT, NAMES, Node, eventually, fence, files, free_addresses, granted,
-    host,
+    Client, Cluster, Dir, Heard, LIMIT, NAMES, Node, Turn, eventually, fence, files,
+    free_addresses, granted, host, millis,
 };
 use super::load::Load;
 
@@ -434,4 +435,23 @@ fn a_server_in_memory_says_that_it_is_no_member() {
     let mut client = eventually("it listens", || Client::connect(address).ok());
     refuses(&mut client, "transfer", json!({}), "in memory");
     assert_eq!(client.try_ask("ping", "_", "", LIMIT), Heard::Line("ok".into()));
+}
+
+/// A node that waits to be added waits, also after somebody has asked it how it is.
+#[test]
+fn who_waits_to_be_added_is_idle() {
+    let _turn = Turn::shared();
+    let dir = Dir::new();
+    let addresses = free_addresses(host(), 2);
+    let mut node = Node::new("waits", addresses[0], addresses[1], dir.path("waits"), &[]);
+    node.start();
+    let mut client = node.connect();
+    for _ in 0..3 {
+        assert!(client.ask("stats", "_", "").contains("joining"));
+    }
+    let before = node.process().cpu_time();
+    // What is looked for here is something that does not stop.
+    thread::sleep(Duration::from_secs(2));
+    let used = node.process().cpu_time() - before;
+    assert!(used < millis(500), "{used:?} of two seconds");
 }
