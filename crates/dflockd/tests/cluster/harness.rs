@@ -176,7 +176,8 @@ impl Process {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it runs");
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
         // Those of its own and of the kernel for it, in hundredths of a second.
-        let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+        let ticks: u64 =
+            fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
         millis(ticks * 10)
     }
 

@@ -11,12 +11,23 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::PathBuf;
 
-use dflockd_core::{Limits, Refusal};
+use bytes::Bytes;
+use dflockd_core::{
+    Command, End, Expect, Fence, Grant, Limits, Mode, Outcome, Refusal, RequestId, Revision,
+    SessionId, Space, Span, Subscription, Timestamp, Token,
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
+use raft::eraftpb::{
+    ConfState, Entry, EntryType, Message, MessageType, Snapshot, SnapshotMetadata,
+};
 
-use super::super::types::{AutoRelease, Doors, Member, Policy, Start};
+use super::super::types::{
+    Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, Run, Start,
+};
+use super::message::ENTRY_HEAD_BYTES;
+use super::payload::put_batch_body;
 use super::*;
 
 /// Every kind of action, and of command that has a form, in the order of their numbers.
@@ -789,7 +800,7 @@ fn limits() {
     let forward = |bytes: usize| {
         let rest = encode_item(&Parts { value: vec![], ..sample("signal") }.item()).len();
         let batch = batch(1, &[Parts { value: vec![3; bytes - rest], ..sample("signal") }]);
-        let mut out = vec![frame::FORWARD];
+        let mut out = vec![frame::kind::FORWARD];
         put_batch_body(&mut out, batch.run, 1, 1, &batch.bytes);
         Frame::decode(out.into()).is_ok()
     };
@@ -798,7 +809,7 @@ fn limits() {
 
     let chunk = |bytes: usize| {
         const HEAD_BYTES: usize = 1 + 3 * 8 + 32 + 1 + 4;
-        let mut out = vec![frame::CHUNK];
+        let mut out = vec![frame::kind::CHUNK];
         out.resize(HEAD_BYTES, 0);
         put_len(&mut out, bytes - HEAD_BYTES - 4);
         out.resize(bytes, 0);

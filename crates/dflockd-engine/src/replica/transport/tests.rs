@@ -6,14 +6,21 @@ use std::fmt::{Debug, Write as _};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;
 
+use bytes::BytesMut;
 use proptest::prelude::*;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
 use tracing::field::{Field, Visit};
 
-use super::handshake::{Challenge, Hello, Message, Mode, Welcome, parse};
+use super::dial::connect;
+use super::fresh::{Fresh, NoConnection};
+use super::handshake::{Acceptor, Challenge, Dialer, Hello, Keys, Message, Mode, Welcome, parse};
+use super::outbox::{Batch, COALESCE_BYTES};
 use super::*;
 
 /// Longer than anything takes, even on a busy machine.

@@ -1,0 +1,248 @@
+//! Frames: what one node tells another.
+
+use std::fmt;
+
+use bytes::Bytes;
+use dflockd_core::Timestamp;
+use raft::eraftpb::Message;
+
+use super::message::{message_bytes, put_message, take_message};
+use super::payload::{Batch, put_batch_body};
+use super::{
+    BATCH_BYTES_MAX, FRAME_BYTES_MAX, Malformed, at_end, put_bool, put_bytes, put_u32, put_u64,
+    take_array, take_bool, take_bytes, take_u8, take_u32, take_u64,
+};
+use crate::replica::types::Run;
+
+/// Every kind of frame, once.
+pub(super) mod kind {
+    pub(in super::super) const RAFT: u8 = 1;
+    pub(in super::super) const FORWARD: u8 = 2;
+    pub(in super::super) const EXPECT: u8 = 3;
+    pub(in super::super) const CHUNK: u8 = 4;
+    pub(in super::super) const CHUNK_ACK: u8 = 5;
+    pub(in super::super) const ADMIN: u8 = 6;
+    pub(in super::super) const ADMIN_REPLY: u8 = 7;
+    pub(in super::super) const MEMBERS: u8 = 8;
+}
+
+/// What one node tells another.
+#[derive(Clone, PartialEq)]
+pub enum Frame {
+    /// A message of the Raft group. If it has a snapshot, then without the data.
+    Raft {
+        /// The time of the cluster, if the sender leads it; else zero.
+        time: Timestamp,
+        /// The message.
+        message: Message,
+    },
+    /// Items for the leader. Well-formed, if it was decoded.
+    Forward(Batch),
+    /// The leader tells a node which of its items it wants next.
+    Expect {
+        /// In which it leads.
+        term: u64,
+        /// The life of the node.
+        run: Run,
+        /// The number of the item.
+        seq: u64,
+    },
+    /// A piece of a snapshot.
+    Chunk {
+        /// To tell several snapshots apart.
+        transfer: u64,
+        /// Where the piece begins.
+        offset: u64,
+        /// Bytes of the whole snapshot.
+        total: u64,
+        /// SHA-256 of the whole snapshot.
+        digest: [u8; 32],
+        /// For the disk of a witness: to be kept and not restored.
+        keep_only: bool,
+        /// The message that brings the snapshot, by [`encode_message`](super::encode_message).
+        header: Bytes,
+        /// The piece.
+        data: Bytes,
+    },
+    /// A snapshot has come so far.
+    ChunkAck {
+        /// Which.
+        transfer: u64,
+        /// All bytes below are there.
+        received: u64,
+    },
+    /// An operator asks the leader, through another node.
+    Admin {
+        /// What the reply will name.
+        id: u64,
+        /// By [`pack`](super::pack).
+        request: Bytes,
+    },
+    /// What the leader answers.
+    AdminReply {
+        /// Of the request.
+        id: u64,
+        /// By [`pack`](super::pack).
+        reply: Bytes,
+    },
+    /// The leader tells a member that has no state yet whom there is to talk to.
+    Members {
+        /// By [`pack`](super::pack), as the machine has them.
+        members: Bytes,
+    },
+}
+
+impl Frame {
+    /// The frame as bytes. How they are told from the next frame is up to the connection.
+    ///
+    /// # Panics
+    ///
+    /// If a message is one that a node only sends to itself.
+    #[must_use]
+    pub fn encode(&self) -> Bytes {
+        let mut out = Vec::with_capacity(self.bytes());
+        match self {
+            Self::Raft { time, message } => {
+                out.push(kind::RAFT);
+                put_u64(&mut out, time.0);
+                put_message(&mut out, message);
+            }
+            Self::Forward(batch) => {
+                debug_assert!(batch.bytes.len() <= BATCH_BYTES_MAX, "a batch that nobody takes");
+                out.push(kind::FORWARD);
+                put_batch_body(&mut out, batch.run, batch.first_seq, batch.count, &batch.bytes);
+            }
+            Self::Expect { term, run, seq } => {
+                out.push(kind::EXPECT);
+                put_u64(&mut out, *term);
+                put_u32(&mut out, run.0);
+                put_u64(&mut out, *seq);
+            }
+            Self::Chunk { transfer, offset, total, digest, keep_only, header, data } => {
+                out.push(kind::CHUNK);
+                put_u64(&mut out, *transfer);
+                put_u64(&mut out, *offset);
+                put_u64(&mut out, *total);
+                out.extend_from_slice(digest);
+                put_bool(&mut out, *keep_only);
+                put_bytes(&mut out, header);
+                put_bytes(&mut out, data);
+            }
+            Self::ChunkAck { transfer, received } => {
+                out.push(kind::CHUNK_ACK);
+                put_u64(&mut out, *transfer);
+                put_u64(&mut out, *received);
+            }
+            Self::Admin { id, request } => {
+                out.push(kind::ADMIN);
+                put_u64(&mut out, *id);
+                put_bytes(&mut out, request);
+            }
+            Self::AdminReply { id, reply } => {
+                out.push(kind::ADMIN_REPLY);
+                put_u64(&mut out, *id);
+                put_bytes(&mut out, reply);
+            }
+            Self::Members { members } => {
+                out.push(kind::MEMBERS);
+                put_bytes(&mut out, members);
+            }
+        }
+        debug_assert!(out.len() <= FRAME_BYTES_MAX, "a frame that nobody takes");
+        out.into()
+    }
+
+    /// The reverse of [`Frame::encode`]. The frame shares `bytes`.
+    pub fn decode(bytes: Bytes) -> Result<Self, Malformed> {
+        if bytes.len() > FRAME_BYTES_MAX {
+            return Err(Malformed::Form("a frame that is too large"));
+        }
+        let mut input = &bytes[..];
+        let taken = Self::take(&bytes, &mut input)?;
+        at_end(input)?;
+        Ok(taken)
+    }
+
+    fn take(bytes: &Bytes, input: &mut &[u8]) -> Result<Self, Malformed> {
+        Ok(match take_u8(input)? {
+            kind::RAFT => Self::Raft {
+                time: Timestamp(take_u64(input)?),
+                message: take_message(bytes, input)?,
+            },
+            kind::FORWARD => Self::Forward(Batch::take(bytes, input)?),
+            kind::EXPECT => Self::Expect {
+                term: take_u64(input)?,
+                run: Run(take_u32(input)?),
+                seq: take_u64(input)?,
+            },
+            kind::CHUNK => Self::Chunk {
+                transfer: take_u64(input)?,
+                offset: take_u64(input)?,
+                total: take_u64(input)?,
+                digest: take_array(input)?,
+                keep_only: take_bool(input)?,
+                header: bytes.slice_ref(take_bytes(input)?),
+                data: bytes.slice_ref(take_bytes(input)?),
+            },
+            kind::CHUNK_ACK => {
+                Self::ChunkAck { transfer: take_u64(input)?, received: take_u64(input)? }
+            }
+            kind::ADMIN => {
+                Self::Admin { id: take_u64(input)?, request: bytes.slice_ref(take_bytes(input)?) }
+            }
+            kind::ADMIN_REPLY => Self::AdminReply {
+                id: take_u64(input)?,
+                reply: bytes.slice_ref(take_bytes(input)?),
+            },
+            kind::MEMBERS => Self::Members { members: bytes.slice_ref(take_bytes(input)?) },
+            _ => return Err(Malformed::Form("an unknown kind of frame")),
+        })
+    }
+
+    /// About what it takes.
+    fn bytes(&self) -> usize {
+        const REST: usize = 96;
+        REST + match self {
+            Self::Raft { message, .. } => message_bytes(message),
+            Self::Forward(batch) => batch.bytes.len(),
+            Self::Chunk { header, data, .. } => header.len() + data.len(),
+            Self::Admin { request: bytes, .. }
+            | Self::AdminReply { reply: bytes, .. }
+            | Self::Members { members: bytes } => bytes.len(),
+            Self::Expect { .. } | Self::ChunkAck { .. } => 0,
+        }
+    }
+}
+
+impl fmt::Debug for Frame {
+    /// What a trace needs. Items, entries and snapshots have secrets and values in them.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Raft { time, message: m } => write!(
+                f,
+                "{:?}({} to {}, term {}, log_term {}, index {}, commit {}, reject {}, {} entries, time {})",
+                m.msg_type,
+                m.from,
+                m.to,
+                m.term,
+                m.log_term,
+                m.index,
+                m.commit,
+                m.reject,
+                m.entries.len(),
+                time.0,
+            ),
+            Self::Forward(batch) => write!(f, "Forward({batch:?})"),
+            Self::Expect { term, run, seq } => write!(f, "Expect(term {term}, {run:?}, {seq})"),
+            Self::Chunk { transfer, offset, total, keep_only, data, .. } => write!(
+                f,
+                "Chunk({transfer}: {} bytes at {offset} of {total}, keep_only {keep_only})",
+                data.len(),
+            ),
+            Self::ChunkAck { transfer, received } => write!(f, "ChunkAck({transfer}: {received})"),
+            Self::Admin { id, request } => write!(f, "Admin({id}: {} bytes)", request.len()),
+            Self::AdminReply { id, reply } => write!(f, "AdminReply({id}: {} bytes)", reply.len()),
+            Self::Members { members } => write!(f, "Members({} bytes)", members.len()),
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! What others dial: the listener, connections that are not authenticated yet, and the streams of peers.
+
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::{Buf, Bytes, BytesMut};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{oneshot, watch};
+use tokio::time::{sleep, timeout};
+
+use super::credentials::{Credentials, Proven, Role};
+use super::fresh::{Duplex, Fresh, NoConnection, prepare};
+use super::handshake::{self, Acceptor, Fault, Identity, Keys, Lane};
+use super::{FRAME_BYTES_MAX, PeerAddress, Shared, State};
+
+/// What is asked of a socket at once.
+const READ_BYTES: usize = 64 << 10;
+
+/// An accepted stream.
+pub(super) struct Stream {
+    number: u64,
+    /// Dropped when a newer stream takes over.
+    _newest: oneshot::Sender<()>,
+    /// Held by whoever delivers frames: the next one must not overtake the last one.
+    floor: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// The task behind the listener.
+pub(super) async fn accept(
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    mut state: watch::Receiver<State>,
+) {
+    loop {
+        let accepted = tokio::select! {
+            biased;
+            changed = state.changed() => {
+                if changed.is_err() || state.borrow().stopping {
+                    return;
+                }
+                continue;
+            }
+            accepted = listener.accept() => accepted,
+        };
+        match accepted {
+            Ok((tcp, from)) => {
+                let (stranger, pushed_out) = Stranger::new(&shared);
+                let peers = Arc::clone(&state.borrow_and_update().peers);
+                let (shared, state) = (Arc::clone(&shared), state.clone());
+                let receiver = Receiver { shared, state, peers, from };
+                tokio::spawn(receiver.run(tcp, stranger, pushed_out));
+            }
+            Err(error) => {
+                // Most likely there are no file descriptors left; others will be closed.
+                if shared.may_log() {
+                    tracing::warn!(%error, "cannot accept a peer");
+                }
+                sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}
+
+/// A place among the connections that are not authenticated yet.
+struct Stranger {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Stranger {
+    fn new(shared: &Arc<Shared>) -> (Self, oneshot::Receiver<()>) {
+        let (place, pushed_out) = oneshot::channel();
+        let number = shared.number();
+        let mut strangers = shared.strangers.lock();
+        if strangers.len() >= shared.limits.strangers_max {
+            strangers.pop_first();
+        }
+        strangers.insert(number, place);
+        drop(strangers);
+        (Self { shared: Arc::clone(shared), number }, pushed_out)
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        self.shared.strangers.lock().remove(&self.number);
+    }
+}
+
+/// The task behind an accepted connection.
+struct Receiver {
+    shared: Arc<Shared>,
+    /// What was not seen of it when the connection came is looked at when frames are read.
+    state: watch::Receiver<State>,
+    /// The list that was in force when the connection was last compared with it.
+    peers: Arc<Vec<PeerAddress>>,
+    from: SocketAddr,
+}
+
+/// A connection that a peer dialed, ready for frames.
+struct Accepted {
+    stream: Box<dyn Duplex>,
+    proven: Proven,
+    peer: Identity,
+    lane: Lane,
+}
+
+impl Receiver {
+    async fn run(self, tcp: TcpStream, stranger: Stranger, pushed_out: oneshot::Receiver<()>) {
+        let credentials = Arc::clone(&self.state.borrow().credentials);
+        let mut state = self.state.clone();
+        let too_slow = |reason: &str| NoConnection { dull: true, ..reason.to_owned().into() };
+        let accepted = tokio::select! {
+            biased;
+            _ = state.wait_for(|state| state.stopping) => return,
+            _ = pushed_out => Err(too_slow("too many others came after it")),
+            accepted = timeout(self.shared.limits.handshake, self.shake(tcp, &credentials)) => {
+                accepted.unwrap_or_else(|_| Err(too_slow("not authenticated in time")))
+            }
+        };
+        drop(stranger);
+        let from = self.from;
+        match accepted {
+            Ok(accepted) => self.listen(accepted).await,
+            Err(NoConnection { reason, dull, .. }) if dull || !self.shared.may_log() => {
+                tracing::debug!(%from, reason, "refused a peer");
+            }
+            Err(NoConnection { reason, .. }) => tracing::warn!(%from, reason, "refused a peer"),
+        }
+    }
+
+    async fn shake(
+        &self,
+        tcp: TcpStream,
+        credentials: &Credentials,
+    ) -> Result<Accepted, NoConnection> {
+        let Shared { handler, limits, .. } = &*self.shared;
+        prepare(&tcp, limits.main.stall);
+        let mut fresh = match &credentials.tls {
+            None => Fresh::plain(tcp),
+            Some(tls) => Fresh::accept_tls(tcp, tls).await?,
+        };
+        let keys = Keys { secrets: &credentials.secrets, binding: fresh.binding };
+        let challenge = handshake::challenge(keys.mode(), self.shared.nonce()?);
+        let acceptor = Acceptor::new(keys, &fresh.read().await?, &challenge);
+        if acceptor.as_ref().err().is_none_or(Fault::is_difference_of_setup) {
+            fresh.write(&challenge).await?;
+        }
+        let acceptor = acceptor?;
+        let peer = acceptor.hello().identity.clone();
+        fresh.check_name(&peer.node)?;
+        let secret = acceptor.check(&fresh.read().await?)?;
+
+        // From here on it is no stranger: it is told why.
+        let ours = handler.identity();
+        let judged =
+            acceptor.judge(&ours).and_then(|()| handler.admit(&peer).map_err(Fault::Refused));
+        let refusal = judged.as_ref().err().map(ToString::to_string);
+        fresh.write(&acceptor.welcome(&ours, refusal.as_deref(), secret)).await?;
+        if judged.is_err() {
+            let _ = fresh.stream.shutdown().await;
+        }
+        judged.map_err(|fault| format!("{}: {fault}", peer.node))?;
+        let verdict = fresh.read().await?;
+        handshake::check_verdict(&verdict).map_err(|fault| format!("{}: {fault}", peer.node))?;
+
+        let proven = Proven {
+            role: Role::Dialer,
+            secret: credentials.secrets.get(secret).cloned(),
+            certificates: fresh.certificates,
+        };
+        Ok(Accepted { stream: fresh.stream, proven, peer, lane: acceptor.hello().lane })
+    }
+
+    /// Takes the place of an older stream of the same peer, and delivers frames to the end.
+    async fn listen(mut self, accepted: Accepted) {
+        let shared = Arc::clone(&self.shared);
+        let (node, lane) = (accepted.peer.node.clone(), accepted.lane);
+        let (from, raft_id) = (self.from, accepted.peer.raft_id);
+        let number = shared.number();
+        let (newest, mut replaced) = oneshot::channel();
+        let floor = {
+            let mut streams = shared.streams.lock();
+            let floor = streams.get(&(node.clone(), lane)).map(|older| Arc::clone(&older.floor));
+            let floor = floor.unwrap_or_default();
+            let stream = Stream { number, _newest: newest, floor: Arc::clone(&floor) };
+            streams.insert((node.clone(), lane), stream);
+            floor
+        };
+        // It is up: no need to wait any longer before we dial it.
+        if let Some(lanes) = shared.hints.lock().get(&node) {
+            lanes.iter().for_each(|outbox| outbox.hint.notify_one());
+        }
+        tracing::info!(node, %from, ?lane, "accepted a peer");
+
+        let ended = tokio::select! {
+            biased;
+            _ = &mut replaced => None,
+            ended = async {
+                let _floor = floor.lock().await;
+                self.deliver(accepted).await
+            } => ended,
+        };
+        let mut streams = shared.streams.lock();
+        if streams.get(&(node.clone(), lane)).is_some_and(|stream| stream.number == number) {
+            streams.remove(&(node.clone(), lane));
+        }
+        drop(streams);
+        if let Some(error) = ended {
+            tracing::info!(node, %from, ?lane, reason = %error, "lost a stream of a peer");
+            shared.handler.stream_lost(raft_id, lane);
+        } else {
+            tracing::info!(node, %from, ?lane, "closed a stream of a peer");
+        }
+    }
+
+    /// Gives why the stream was lost; nothing if it was us who ended it.
+    async fn deliver(&mut self, accepted: Accepted) -> Option<io::Error> {
+        let Accepted { mut stream, proven, peer, lane } = accepted;
+        let mut buffer = BytesMut::new();
+        loop {
+            let wanted = match frame_length(&buffer) {
+                Ok(length) => length.map_or(4, |length| 4 + length).saturating_sub(buffer.len()),
+                Err(error) => return Some(io::Error::new(ErrorKind::InvalidData, error)),
+            };
+            buffer.reserve(wanted.max(READ_BYTES));
+            let read = tokio::select! {
+                biased;
+                changed = self.state.changed() => {
+                    let state = self.state.borrow_and_update();
+                    let listed = |known: &PeerAddress| {
+                        known.node == peer.node && [0, known.raft_id].contains(&peer.raft_id)
+                    };
+                    let removed =
+                        !Arc::ptr_eq(&self.peers, &state.peers) && !state.peers.iter().any(listed);
+                    let keep = changed.is_ok()
+                        && !state.stopping
+                        && !removed
+                        && state.credentials.still_accept(&proven);
+                    if !keep {
+                        return None;
+                    }
+                    self.peers = Arc::clone(&state.peers);
+                    continue;
+                }
+                read = stream.read_buf(&mut buffer) => read,
+            };
+            match read {
+                Ok(0) => {
+                    let error = "closed by the other side";
+                    return Some(io::Error::new(ErrorKind::UnexpectedEof, error));
+                }
+                Ok(_) => (),
+                Err(error) => return Some(error),
+            }
+            while let Some(frame) = split_frame(&mut buffer).transpose() {
+                match frame {
+                    Ok(frame) => self.shared.handler.received(peer.raft_id, lane, frame),
+                    Err(error) => return Some(io::Error::new(ErrorKind::InvalidData, error)),
+                }
+            }
+        }
+    }
+}
+
+/// Takes the next frame from what was read, if it is complete.
+pub fn split_frame(buffer: &mut BytesMut) -> Result<Option<Bytes>, FrameTooLong> {
+    let Some(length) = frame_length(buffer)? else { return Ok(None) };
+    if buffer.len() < 4 + length {
+        return Ok(None);
+    }
+    buffer.advance(4);
+    // A short frame that is kept for long must not keep a whole buffer.
+    if length <= READ_BYTES {
+        let frame = Bytes::copy_from_slice(&buffer[..length]);
+        buffer.advance(length);
+        Ok(Some(frame))
+    } else {
+        Ok(Some(buffer.split_to(length).freeze()))
+    }
+}
+
+/// A length prefix of more than [`FRAME_BYTES_MAX`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a frame of {0} bytes")]
+pub struct FrameTooLong(pub u32);
+
+/// The length of the frame at the beginning of `buffer`, once that is known.
+fn frame_length(buffer: &[u8]) -> Result<Option<usize>, FrameTooLong> {
+    let Some(prefix) = buffer.first_chunk() else { return Ok(None) };
+    let length = u32::from_le_bytes(*prefix);
+    match usize::try_from(length) {
+        Ok(bytes) if bytes <= FRAME_BYTES_MAX => Ok(Some(bytes)),
+        _ => Err(FrameTooLong(length)),
+    }
+}
