@@ -22,6 +22,9 @@ pub(super) const SECRET: &str = "0123456789abcdef0123456789abcdef";
 pub(super) const NAMES: [&str; 7] =
     ["node-a", "node-b", "node-c", "node-d", "node-e", "node-f", "node-g"];
 
+/// How long members are patient with their leader where an election would be a failure.
+pub(super) const CALM_MS: &str = "2000";
+
 pub(super) fn millis(count: u64) -> Duration {
     Duration::from_millis(count)
 }
@@ -312,6 +315,11 @@ pub(super) struct Cluster {
 }
 
 impl Cluster {
+    /// One where a busy machine is no reason for an election.
+    pub(super) fn calm(size: usize) -> Self {
+        Self::start_with(Turn::shared(), size, &["--election-timeout-ms", CALM_MS])
+    }
+
     /// A cluster that has a leader. The elections are quicker than by default.
     pub(super) fn start(size: usize, flags: &[&str]) -> Self {
         let mut all = vec!["--election-timeout-ms", "500"];

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use super::harness::{Cluster, Turn, eventually, millis};
+use super::harness::{CALM_MS, Cluster, Turn, eventually, millis};
 
 /// Sleeps before every sync for as many milliseconds as the file `FILE` says, if there is one.
 const BRAKE: &str = r#"
@@ -23,7 +23,7 @@ int fdatasync(int fd) {
         if (fscanf(file, "%d", &wait) != 1) wait = 0;
         fclose(file);
     }
-    for (; wait > 0; wait -= 100) usleep(100000);
+    usleep(1000 * wait);
     if (!sync) sync = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
     return sync(fd);
 }
@@ -31,7 +31,8 @@ int fdatasync(int fd) {
 
 /// A cluster with a brake at each node.
 fn start(size: usize) -> (Cluster, Vec<PathBuf>) {
-    let mut cluster = Cluster::prepare(Turn::alone(), size, &[], <[_]>::to_vec);
+    let calm = ["--election-timeout-ms", CALM_MS];
+    let mut cluster = Cluster::prepare(Turn::alone(), size, &calm, <[_]>::to_vec);
     let source = cluster.dir.path("brake.c");
     fs::write(&source, BRAKE).unwrap();
     let mut brakes = Vec::new();
@@ -86,7 +87,7 @@ fn slow_disks_lose_nothing_and_keep_their_leader() {
     let leader = cluster.leader();
     let term = cluster.nodes[leader].status().unwrap()["term"].clone();
     for brake in &brakes {
-        fs::write(brake, "200").unwrap();
+        fs::write(brake, "60").unwrap();
     }
     let mut clients: Vec<_> = (0..6).map(|at| cluster.connect(at % 3)).collect();
     for round in 1..=5 {
