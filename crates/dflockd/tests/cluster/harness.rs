@@ -320,11 +320,9 @@ impl Cluster {
         Self::start_with(Turn::shared(), size, &["--election-timeout-ms", CALM_MS])
     }
 
-    /// A cluster that has a leader. The elections are quicker than by default.
+    /// A cluster that has a leader.
     pub(super) fn start(size: usize, flags: &[&str]) -> Self {
-        let mut all = vec!["--election-timeout-ms", "500"];
-        all.extend_from_slice(flags);
-        Self::start_with(Turn::shared(), size, &all)
+        Self::start_with(Turn::shared(), size, flags)
     }
 
     pub(super) fn start_with(turn: Turn, size: usize, flags: &[&str]) -> Self {

@@ -42,7 +42,7 @@ struct Life {
 impl Site {
     fn new() -> Self {
         let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        Self { runtime, dir: Dir::new(), election_ms: "500", _turn: Turn::shared() }
+        Self { runtime, dir: Dir::new(), election_ms: "1000", _turn: Turn::shared() }
     }
 
     /// One where a busy machine is no reason for an election.
