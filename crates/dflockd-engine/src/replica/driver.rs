@@ -386,10 +386,17 @@ impl Desk {
         }
     }
 
-    /// Whether somebody should [`write`](Self::write).
+    /// Whether somebody should [`write`](Self::write). What is for the log's thread it is called for.
     pub(crate) fn wants_writer(&self, clock: &Clock) -> bool {
         let jobs = self.jobs.lock();
-        !jobs.is_empty() && !self.kept.is_locked() && self.is_light(&jobs, clock)
+        if jobs.is_empty() {
+            return false;
+        }
+        if !self.is_light(&jobs, clock) {
+            self.came.notify_one();
+            return false;
+        }
+        !self.kept.is_locked()
     }
 
     /// Whether jobs are for anybody and not for the log's thread.
