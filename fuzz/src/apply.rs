@@ -493,6 +493,7 @@ fn limits(bytes: &mut Bytes<'_>) -> Limits {
         results_max: bytes.pick(&[1024, 0, 1, 2]),
         results_bytes_max: bytes.pick(&[1 << 20, 0, 200]),
         expired_notes_max: bytes.pick(&[1024, 0, 1, 2]),
+        ..Limits::default()
     }
 }
 

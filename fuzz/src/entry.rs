@@ -9,6 +9,7 @@ use dflockd_engine::replica::codec::{
     put_item, put_order, sections, stamp_of,
 };
 use dflockd_engine::replica::types::{Item, Order, Run};
+use dflockd_engine::replica::version::NEWEST;
 
 /// What a payload says.
 #[derive(Debug, PartialEq)]
@@ -65,10 +66,10 @@ pub fn read(data: &[u8]) -> Result<Payload<'_>, Malformed> {
 
 fn write(payload: &Payload<'_>) -> Vec<u8> {
     let mut out = Vec::new();
-    begin_payload(&mut out, 1, payload.stamp);
+    begin_payload(&mut out, NEWEST, payload.stamp);
     for part in &payload.parts {
         match part {
-            Part::Order(order) => put_order(&mut out, order),
+            Part::Order(order) => put_order(&mut out, NEWEST, order),
             Part::Batch { run, first_seq, count, items } => {
                 assert_eq!(usize::from(*count), items.len(), "the wrong number of items");
                 let mut bytes = Vec::new();

@@ -455,7 +455,7 @@ impl World {
             start: Start {
                 disk: node.disk_id,
                 client_addr: node.name.clone(),
-                version: 1,
+                version: dflockd_engine::replica::version::NEWEST,
                 witness: node.witness,
             },
             snapshot_entries: self.plan.snapshot_entries,

@@ -50,7 +50,8 @@ pub use snapshot::SnapshotError;
 pub use store::Store;
 pub use tally::{BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Tally};
 pub use types::{
-    Bytes, End, Fence, Limits, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+    Bytes, End, Fence, Limits, LimitsV2, Mode, RequestId, Revision, SessionId, Space, Span,
+    Timestamp, Token,
 };
 pub use view::{
     BarrierView, ChannelView, Contended, Contention, CounterView, HolderView, KeyKind, KeyView,

@@ -28,7 +28,7 @@ use crate::shared::Shared;
 use crate::store::{IdleValue, Store};
 use crate::subscription::{Members, Owned};
 use crate::types::{
-    Bytes, Fence, Limits, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+    Bytes, Fence, Limits, LimitsV2, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };
 use crate::view::LockKind;
 
@@ -37,6 +37,9 @@ const VERSION: u8 = 1;
 /// The same, and behind it the holds that were renewed for longer than they were taken for. Only if there are some: so
 /// each state has one form.
 const WITH_RENEWED: u8 = 2;
+/// What a store has that follows the rules of version 2: the limits of that version behind the head, and the renewed
+/// holds whether there are some or not.
+const OF_RULES_2: u8 = 3;
 
 /// Why bytes are not a snapshot.
 #[derive(Debug, PartialEq, Eq)]
@@ -151,8 +154,16 @@ impl Store {
     pub fn snapshot(&self) -> Vec<u8> {
         let written = "plain data can be written";
         let renewed = &self.locks.renewed;
-        let version = if renewed.is_empty() { VERSION } else { WITH_RENEWED };
+        let follows_2 = self.limits.follows(2);
+        let version = match renewed.is_empty() {
+            _ if follows_2 => OF_RULES_2,
+            true => VERSION,
+            false => WITH_RENEWED,
+        };
         let mut bytes = postcard::to_extend(&self.head(), alloc::vec![version]).expect(written);
+        if follows_2 {
+            bytes = postcard::to_extend(&self.limits.v2(), bytes).expect(written);
+        }
         let mut slots: Vec<_> = self.locks.arena.iter().collect();
         slots.sort_unstable_by(|(_, a), (_, b)| (a.space, &a.key).cmp(&(b.space, &b.key)));
         bytes = postcard::to_extend(&slots.len(), bytes).expect(written);
@@ -160,7 +171,7 @@ impl Store {
             bytes = postcard::to_extend(&self.lock_data(lock), bytes).expect(written);
         }
         bytes = postcard::to_extend(&self.rest(), bytes).expect(written);
-        if !renewed.is_empty() {
+        if version != VERSION {
             bytes = postcard::to_extend(renewed, bytes).expect(written);
         }
         bytes
@@ -168,10 +179,18 @@ impl Store {
 
     /// A store in the state that was written. Counters of `shared` are raised to what the snapshot needs.
     pub fn restore(bytes: &[u8], shared: Arc<Shared>) -> Result<Self, SnapshotError> {
-        let Some((&version @ VERSION..=WITH_RENEWED, bytes)) = bytes.split_first() else {
+        let Some((&version @ VERSION..=OF_RULES_2, bytes)) = bytes.split_first() else {
             return Err(SnapshotError::Malformed);
         };
-        let (head, bytes) = take::<Head>(bytes)?;
+        let (mut head, mut bytes) = take::<Head>(bytes)?;
+        if version == OF_RULES_2 {
+            let v2: LimitsV2;
+            (v2, bytes) = take(bytes)?;
+            head.limits = head.limits.with_v2(v2);
+            if !head.limits.follows(2) {
+                return Err(SnapshotError::Malformed);
+            }
+        }
         let (count, locks) = take::<usize>(bytes)?;
         if count > locks.len() {
             return Err(SnapshotError::Malformed);
@@ -183,7 +202,7 @@ impl Store {
         }
         let (rest, bytes) = take::<Rest>(bytes)?;
         let (renewed, bytes) = match version {
-            WITH_RENEWED => take::<BTreeMap<Fence, Span>>(bytes)?,
+            WITH_RENEWED | OF_RULES_2 => take::<BTreeMap<Fence, Span>>(bytes)?,
             _ => (BTreeMap::new(), bytes),
         };
         if !bytes.is_empty() || (version == WITH_RENEWED && renewed.is_empty()) {

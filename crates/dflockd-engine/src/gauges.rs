@@ -146,6 +146,7 @@ impl Gauges {
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
             | AdminRequest::ChangePolicy { .. }
+            | AdminRequest::ChangeWholePolicy { .. }
             | AdminRequest::Address { .. }
             | AdminRequest::Finalize
             | AdminRequest::Snapshot

@@ -135,6 +135,9 @@ settings! {
     /// Lease of a lock whose client asks for none.
     default_lease_ttl: Duration = Seconds { min: 1, zero: "" },
         "default-lease-ttl", "DFLOCKD_DEFAULT_LEASE_TTL_S", "33";
+    /// Longest lease that is granted; a longer one is shortened to it, and the answer tells.
+    max_lease_ttl: Duration = Seconds { min: 0, zero: "none" },
+        "max-lease-ttl", "DFLOCKD_MAX_LEASE_TTL_S", "86400";
     /// Longest pause between two looks for ended leases; they end at their deadline all the same.
     lease_sweep_interval: Duration = Seconds { min: 1, zero: "" },
         "lease-sweep-interval", "DFLOCKD_LEASE_SWEEP_INTERVAL_S", "1";
@@ -162,7 +165,24 @@ settings! {
     /// Longest queue of one key.
     max_waiters: u64 = UNLIMITED, "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
-    max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "0";
+    max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "1024";
+    /// Most bytes of patterns, keys and group names in the subscriptions of one connection.
+    max_subscription_bytes: u64 = UNLIMITED,
+        "max-subscription-bytes", "DFLOCKD_MAX_SUBSCRIPTION_BYTES", "262144";
+    /// Most subscriptions of all connections together.
+    max_subscriptions_total: u64 = UNLIMITED,
+        "max-subscriptions-total", "DFLOCKD_MAX_SUBSCRIPTIONS_TOTAL", "262144";
+    /// Most bytes of patterns, keys and group names in all subscriptions together.
+    max_subscription_bytes_total: u64 = UNLIMITED,
+        "max-subscription-bytes-total", "DFLOCKD_MAX_SUBSCRIPTION_BYTES_TOTAL", "67108864";
+    /// Most locks that one connection or session holds.
+    max_holds_per_session: u64 = UNLIMITED,
+        "max-holds-per-session", "DFLOCKD_MAX_HOLDS_PER_SESSION", "65536";
+    /// Most requests of one connection or session that wait, with its places in queues.
+    max_waits_per_session: u64 = UNLIMITED,
+        "max-waits-per-session", "DFLOCKD_MAX_WAITS_PER_SESSION", "65536";
+    /// Most sessions that outlive their connection.
+    max_sessions: u64 = UNLIMITED, "max-sessions", "DFLOCKD_MAX_SESSIONS", "262144";
     /// Threads that serve connections of the line protocol, and as many again for HTTP and gRPC. By itself half of the
     /// cores for lines, because most of that work is the kernel's, and as many as there are cores for the others.
     worker_threads: u64 = Count { min: 0, max: 1024, zero: "by the cores" },
@@ -627,6 +647,13 @@ impl Config {
                     AUTO_RELEASE.word(policy)
                 ));
             }
+        }
+        if !self.max_lease_ttl.is_zero() && self.default_lease_ttl > self.max_lease_ttl {
+            return refuse(format!(
+                "--default-lease-ttl ({} s) is above --max-lease-ttl ({} s)",
+                self.default_lease_ttl.as_secs(),
+                self.max_lease_ttl.as_secs()
+            ));
         }
         match (&self.tls_cert, &self.tls_key) {
             (Some(_), None) => return refuse("--tls-cert needs --tls-key"),
@@ -1868,7 +1895,7 @@ mod tests {
         assert_eq!(c.gc_max_idle, Duration::from_secs(60));
         assert_eq!((c.max_locks, c.max_keys, c.max_list_length), (1024, 0, 0));
         assert_eq!((c.max_connections, c.max_connections_per_ip), (0, 0));
-        assert_eq!((c.max_waiters, c.max_subscriptions), (0, 0));
+        assert_eq!((c.max_waiters, c.max_subscriptions), (0, 1024));
         assert_eq!(c.worker_threads, 0);
         assert_eq!(c.max_value_bytes, 65_533);
         assert_eq!(c.read_timeout, Duration::from_secs(23));

@@ -77,7 +77,9 @@ impl Wish {
                 AdminRequest::Remove { node } => ("remove", Some(node)),
                 AdminRequest::Transfer { to } => ("transfer", to.as_ref()),
                 AdminRequest::Address { node, .. } => ("address", Some(node)),
-                AdminRequest::SetPolicy(_) | AdminRequest::ChangePolicy { .. } => ("policy", None),
+                AdminRequest::SetPolicy(_)
+                | AdminRequest::ChangePolicy { .. }
+                | AdminRequest::ChangeWholePolicy { .. } => ("policy", None),
                 AdminRequest::Finalize => ("finalize", None),
                 AdminRequest::Snapshot => ("snapshot", None),
                 AdminRequest::Copy => ("backup", None),
@@ -191,7 +193,15 @@ async fn change_policy(member: &Replicated, settings: &Settings) -> Result<(), S
         for (name, value) in settings {
             set(&mut to, name, value)?;
         }
-        let request = AdminRequest::ChangePolicy { from: Box::new(from), to: Box::new(to) };
+        check_whole(&to)?;
+        if !from.limits.follows(2) && to.limits.v2() != from.limits.v2() {
+            return Err(
+                "the cluster has version 1, which has no such setting; when all members run \
+                        this version, `cluster finalize` brings it"
+                    .into(),
+            );
+        }
+        let request = AdminRequest::change_policy(member.view().version, from, to);
         match ask(member, request, PATIENCE).await {
             // Made from one that is no longer the newest, which will be seen here, too.
             Err(why) if why == POLICY_CHANGED && Instant::now() < give_up_at => {
@@ -406,6 +416,13 @@ fn shown(policy: &Policy) -> Value {
         "max-list-length": limits.list_length_max,
         "max-waiters": limits.waiters_max,
         "max-subscriptions": limits.subscriptions_max,
+        "max-subscription-bytes": limits.subscription_bytes_max,
+        "max-subscriptions-total": limits.subscriptions_total_max,
+        "max-subscription-bytes-total": limits.subscription_bytes_total_max,
+        "max-holds-per-session": limits.holds_per_session_max,
+        "max-waits-per-session": limits.waits_per_session_max,
+        "max-sessions": limits.sessions_max,
+        "max-lease-ttl": seconds(limits.lease_max),
         "max-value-bytes": limits.value_bytes_max,
         "default-lease-ttl": seconds(limits.default_lease),
         "gc-max-idle": seconds(limits.idle_max),
@@ -425,6 +442,19 @@ pub(crate) fn check_settings(settings: &Settings) -> Result<(), String> {
     settings.iter().try_for_each(|(name, value)| set(&mut any, name, value))
 }
 
+/// Whether the settings of a policy go together.
+fn check_whole(policy: &Policy) -> Result<(), String> {
+    let Limits { default_lease, lease_max, .. } = policy.limits;
+    if lease_max > Span::ZERO && default_lease > lease_max {
+        return Err(format!(
+            "default-lease-ttl ({}) is above max-lease-ttl ({})",
+            seconds(default_lease),
+            seconds(lease_max)
+        ));
+    }
+    Ok(())
+}
+
 fn set(policy: &mut Policy, name: &str, value: &Value) -> Result<(), String> {
     /// The longest time in seconds.
     const TIME_MAX: u64 = 9_223_372_036;
@@ -442,6 +472,15 @@ fn set(policy: &mut Policy, name: &str, value: &Value) -> Result<(), String> {
         "max-list-length" => limits.list_length_max = number(0..=u64::MAX)?,
         "max-waiters" => limits.waiters_max = number(0..=u64::MAX)?,
         "max-subscriptions" => limits.subscriptions_max = number(0..=u64::MAX)?,
+        "max-subscription-bytes" => limits.subscription_bytes_max = number(0..=u64::MAX)?,
+        "max-subscriptions-total" => limits.subscriptions_total_max = number(0..=u64::MAX)?,
+        "max-subscription-bytes-total" => {
+            limits.subscription_bytes_total_max = number(0..=u64::MAX)?;
+        }
+        "max-holds-per-session" => limits.holds_per_session_max = number(0..=u64::MAX)?,
+        "max-waits-per-session" => limits.waits_per_session_max = number(0..=u64::MAX)?,
+        "max-sessions" => limits.sessions_max = number(0..=u64::MAX)?,
+        "max-lease-ttl" => limits.lease_max = time(0..=TIME_MAX)?,
         "max-value-bytes" => limits.value_bytes_max = number(1..=1_048_576)?,
         "default-lease-ttl" => limits.default_lease = time(1..=TIME_MAX)?,
         "gc-max-idle" => limits.idle_max = time(0..=TIME_MAX)?,

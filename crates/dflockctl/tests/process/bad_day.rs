@@ -95,19 +95,19 @@ fn a_member_that_is_not_there_and_one_of_another_version() {
     dev.run(&["cluster", "remove", "n4"]);
 
     // A program that reads more than the others do: see the variable in the server's sources.
-    let newer = ("DFLOCKD_CLUSTER_VERSION_MAX", "2");
+    let newer = ("DFLOCKD_CLUSTER_VERSION_MAX", "3");
     let port = free_port();
     let new = joiner_with(&dir, &dev, "n5", port, Some(newer));
     let (peer, address) = (format!("127.0.0.1:{port}"), new.address.to_string());
     dev.run(&["cluster", "add", "n5", &peer, &address, "--promote"]);
     let ran = dev.ctl(&["doctor", "--json"]).run();
     let versions = found(&ran, "versions");
-    assert!(versions[0][2].contains("not all members read version 2: n1 n2 n3"), "{ran:?}");
+    assert!(versions[0][2].contains("not all members read version 3: n1 n2 n3"), "{ran:?}");
     let finalized = dev.ctl(&["cluster", "finalize"]).run();
-    finalized.refused(1, "n1 (up to 1), n2 (up to 1), n3 (up to 1); let them run the newer server");
+    finalized.refused(1, "n1 (up to 2), n2 (up to 2), n3 (up to 2); let them run the newer server");
     let members = dev.json(&["cluster", "members"]);
     let reads = members.as_array().unwrap().iter().map(|member| member["version"].clone());
-    assert_eq!(reads.collect::<Vec<_>>(), [1, 1, 1, 2]);
+    assert_eq!(reads.collect::<Vec<_>>(), [2, 2, 2, 3]);
     dev.end();
 }
 

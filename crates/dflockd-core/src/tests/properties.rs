@@ -184,6 +184,7 @@ impl Case {
             results_max: rng.pick(&[1, 2, 4, 1024]),
             results_bytes_max: 1 << 40,
             expired_notes_max: rng.pick(&[1, 2, 1024]),
+            ..Limits::default()
         };
         let scarce = rng.percent(25);
         let keeps = (0..3 + rng.below(3)).map(|_| rng.percent(50)).collect::<Vec<_>>();

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Frame};
 use super::machine::Machine;
-use super::types::{Member, MemberChange, Order, Policy, RaftId, Run};
+use super::types::{Member, MemberChange, Order, Policy, RaftId, Run, WholePolicy};
 use super::{NodeEvent, Outgoing, Outputs, Replica, StateCopy};
 
 /// How long a request may take.
@@ -75,6 +75,25 @@ pub enum AdminRequest {
         /// What all decide by from now on.
         to: Box<Policy>,
     },
+    /// [`AdminRequest::ChangePolicy`] of a cluster that has reached version 2, with all that a policy has there.
+    ChangeWholePolicy {
+        /// What it was made from.
+        from: Box<WholePolicy>,
+        /// What all decide by from now on.
+        to: Box<WholePolicy>,
+    },
+}
+
+impl AdminRequest {
+    /// The change of a policy that both members of a cluster of this version understand.
+    #[must_use]
+    pub fn change_policy(version: u32, from: Policy, to: Policy) -> Self {
+        if version < 2 {
+            return Self::ChangePolicy { from: Box::new(from), to: Box::new(to) };
+        }
+        let (from, to) = (Box::new(WholePolicy(from)), Box::new(WholePolicy(to)));
+        Self::ChangeWholePolicy { from, to }
+    }
 }
 
 /// Somebody else has changed the policy meanwhile: another one must be made from what it is now.
@@ -265,6 +284,7 @@ impl Replica {
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
             | AdminRequest::ChangePolicy { .. }
+            | AdminRequest::ChangeWholePolicy { .. }
             | AdminRequest::Address { .. }
             | AdminRequest::Finalize => return Some(request),
         };
@@ -360,6 +380,9 @@ impl Replica {
             AdminRequest::Transfer { to } => return self.decide_transfer(to),
             AdminRequest::SetPolicy(policy) => return self.order_policy(policy),
             AdminRequest::ChangePolicy { from, to } => return self.decide_policy(&from, to),
+            AdminRequest::ChangeWholePolicy { from, to } => {
+                return self.decide_policy(&from.0, Box::new(to.0));
+            }
             AdminRequest::Address { node, peer_addr } => {
                 return self.decide_address(&node, peer_addr);
             }
@@ -385,16 +408,25 @@ impl Replica {
     fn order_policy(&mut self, policy: Box<Policy>) -> Decision {
         let decision = self.order(&Order::Policy(policy));
         if let Decision::Ordered(index) = decision {
-            self.admins.policy_at = (self.consensus.term(), index);
+            self.policy_proposed(index);
         }
         decision
+    }
+
+    pub(super) fn policy_proposed(&mut self, index: u64) {
+        self.admins.policy_at = (self.consensus.term(), index);
+    }
+
+    /// Whether a policy that this node proposed is not applied yet.
+    pub(super) fn is_policy_under_way(&self) -> bool {
+        let (term, index) = self.admins.policy_at;
+        term == self.consensus.term() && index > self.applied
     }
 
     /// Only a leader proposes a policy, and one whose reign has opened has applied all that earlier ones proposed. So
     /// the policy in force is known here, unless one is still under way.
     fn decide_policy(&mut self, from: &Policy, to: Box<Policy>) -> Decision {
-        let (term, index) = self.admins.policy_at;
-        if term == self.consensus.term() && index > self.applied {
+        if self.is_policy_under_way() {
             return Decision::Later;
         }
         match compare_policy(self.machine.policy(), from, &to) {
@@ -510,7 +542,7 @@ fn compare_policy(now: Option<&Policy>, from: &Policy, to: &Policy) -> Option<Ad
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::Limits;
+    use dflockd_core::{Limits, LimitsV2};
 
     use super::super::types::AutoRelease;
     use super::*;
@@ -538,12 +570,14 @@ mod tests {
                 orphan_ttl: Span::ZERO,
             })
         };
+        let v1 = || policy().with_v2(LimitsV2::default());
         for (request, number) in [
             (AdminRequest::Transfer { to: None }, 3),
-            (AdminRequest::SetPolicy(policy()), 4),
+            (AdminRequest::SetPolicy(Box::new(v1())), 4),
             (AdminRequest::Finalize, 6),
             (AdminRequest::Drain { on: true }, 9),
-            (AdminRequest::ChangePolicy { from: policy(), to: policy() }, 10),
+            (AdminRequest::change_policy(1, v1(), v1()), 10),
+            (AdminRequest::change_policy(2, *policy(), *policy()), 11),
         ] {
             let bytes = codec::pack(&request);
             assert_eq!(bytes[0], number, "{request:?}");

@@ -70,11 +70,14 @@ pub fn pack<T: Serialize + ?Sized>(value: &T) -> Vec<u8> {
 
 /// The reverse of [`pack`].
 pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Malformed> {
-    match postcard::take_from_bytes(bytes) {
-        Ok((value, [])) => Ok(value),
-        Ok(_) => Err(TRAILING),
-        Err(_) => Err(Malformed::Form("not in the form of postcard")),
-    }
+    let (value, rest) = unpack_first(bytes)?;
+    at_end(rest)?;
+    Ok(value)
+}
+
+/// Like [`unpack`], with something behind it.
+fn unpack_first<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), Malformed> {
+    postcard::take_from_bytes(bytes).map_err(|_| Malformed::Form("not in the form of postcard"))
 }
 
 /// Both directions of a small enum, from one list of its numbers.

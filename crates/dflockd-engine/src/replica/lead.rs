@@ -72,12 +72,12 @@ impl Replica {
             match order {
                 Order::Tick => self.tick_index = last,
                 Order::NodeLost { run } => self.lost_proposed = Some((run, last)),
+                Order::Policy(_) => self.policy_proposed(last),
+                Order::Version { .. } => self.version_index = last,
                 Order::Init { .. }
                 | Order::NewTerm
-                | Order::Policy(_)
                 | Order::Digest { .. }
-                | Order::Address { .. }
-                | Order::Version { .. } => {}
+                | Order::Address { .. } => {}
             }
         }
     }
@@ -87,7 +87,7 @@ impl Replica {
         let stamp = self.cluster_time()?;
         let mut payload = Vec::new();
         codec::begin_payload(&mut payload, self.machine.version(), stamp);
-        codec::put_order(&mut payload, order);
+        codec::put_order(&mut payload, self.machine.version(), order);
         if !self.consensus.propose(vec![payload.into()]) {
             return None;
         }
@@ -130,6 +130,26 @@ impl Replica {
         self.orders.clear();
         self.tick_index = 0;
         self.lost_proposed = None;
+        self.version_index = 0;
+    }
+
+    /// What a cluster that has just begun, or has got a new version, still lacks.
+    fn order_version(&mut self, orders: &mut Vec<Order>) {
+        if self.version_index > self.applied || self.is_policy_under_way() {
+            return;
+        }
+        if let Some(version) = self.machine.first_version() {
+            tracing::info!(version, "all members of the new cluster read this version");
+            orders.push(Order::Version { version });
+        } else if let Some(policy) = self.machine.policy()
+            && self.machine.lacks_limits()
+        {
+            tracing::info!(
+                "the policy gets the limits of this version from the settings of this node"
+            );
+            let policy = policy.clone().with_v2(self.config.policy.limits.v2());
+            orders.push(Order::Policy(Box::new(policy)));
+        }
     }
 
     pub(super) fn order_what_is_due(&mut self, stamp: Timestamp, orders: &mut Vec<Order>) {
@@ -139,6 +159,7 @@ impl Replica {
         if due && self.tick_index <= self.applied && !bug(Bug::NoTick) {
             orders.push(Order::Tick);
         }
+        self.order_version(orders);
         if self.lost_proposed.is_some_and(|(_, index)| index > self.applied) {
             return;
         }
@@ -159,7 +180,7 @@ impl Replica {
         let mut payload = Vec::new();
         codec::begin_payload(&mut payload, self.machine.version(), stamp);
         for order in orders {
-            codec::put_order(&mut payload, order);
+            codec::put_order(&mut payload, self.machine.version(), order);
         }
         let mut items = 0;
         for batch in &self.proposals {

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
-    Caller, Command, Effect, Outcome, Refusal, RequestId, SessionId, Shared, Span, Store, Timestamp,
+    Caller, Command, Effect, Limits, LimitsV2, Outcome, Refusal, RequestId, SessionId, Shared,
+    Span, Store, Timestamp,
 };
 use serde::{Deserialize, Serialize};
 
@@ -38,6 +39,10 @@ pub struct Machine {
     /// A witness follows membership and time, but keeps no state.
     witness: bool,
     effects: Vec<Effect>,
+    /// The oldest version that a program read which was ever a member. Known only to a machine that has applied the log
+    /// from its very beginning; no part of the state.
+    oldest: Option<u32>,
+    from_beginning: bool,
     /// What people are shown as the time, on this node.
     shown: Timestamp,
 }
@@ -149,7 +154,8 @@ impl Machine {
             dead: BTreeSet::new(),
             policy: None,
         };
-        Self::with(registry, None, Arc::new(Shared::new()), false)
+        let machine = Self::with(registry, None, Arc::new(Shared::new()), false);
+        Self { from_beginning: true, ..machine }
     }
 
     fn with(registry: Registry, store: Option<Store>, shared: Arc<Shared>, witness: bool) -> Self {
@@ -161,7 +167,19 @@ impl Machine {
         }
         let added = Added::default();
         let (effects, shown) = (Vec::new(), registry.now);
-        Self { registry, added, store, shared, by_secret, witness, effects, shown }
+        let (oldest, from_beginning) = (None, false);
+        Self {
+            registry,
+            added,
+            store,
+            shared,
+            by_secret,
+            witness,
+            effects,
+            oldest,
+            from_beginning,
+            shown,
+        }
     }
 
     /// The whole state as bytes; equal states give equal bytes.
@@ -174,6 +192,10 @@ impl Machine {
         let registry = postcard::to_extend(&self.registry, vec![form(self.version())]);
         let registry = registry.expect("memory is all it needs");
         let mut bytes = postcard::to_extend(&self.added, registry).expect("likewise");
+        if self.version() >= 2 {
+            let v2 = self.policy().map(|policy| policy.limits.v2());
+            bytes = postcard::to_extend(&v2, bytes).expect("likewise");
+        }
         match &self.store {
             None => bytes.push(0),
             Some(store) => {
@@ -195,11 +217,21 @@ impl Machine {
             return Err("a snapshot that ends too early".into());
         };
         let malformed = |error| format!("the registry of a snapshot: {error}");
-        let (registry, rest) = postcard::take_from_bytes::<Registry>(rest).map_err(malformed)?;
-        let (added, rest) = match form {
+        let (mut registry, rest) =
+            postcard::take_from_bytes::<Registry>(rest).map_err(malformed)?;
+        let (added, mut rest) = match form {
             1 => (Added::default(), rest),
             _ => postcard::take_from_bytes(rest).map_err(malformed)?,
         };
+        if form > FIRST_FORM {
+            let v2: Option<LimitsV2>;
+            (v2, rest) = postcard::take_from_bytes(rest).map_err(malformed)?;
+            registry.policy = match (registry.policy, v2) {
+                (Some(policy), Some(v2)) => Some(Box::new(policy.with_v2(v2))),
+                (None, None) => None,
+                _ => return Err("a snapshot with one half of a policy".into()),
+            };
+        }
         let shared = Arc::new(Shared::new());
         let store = match rest.split_first() {
             Some((0, [])) => None,
@@ -321,6 +353,26 @@ impl Machine {
     #[must_use]
     pub fn version(&self) -> u32 {
         self.added.version.max(1)
+    }
+
+    /// The version that a cluster which has just begun should use: one that all its members read, and that no program
+    /// was too old for which has ever been a member, so that nobody could want to go back. None if it has one already, or
+    /// if this machine can not know.
+    #[must_use]
+    pub fn first_version(&self) -> Option<u32> {
+        if self.added.version != 0 || !self.from_beginning || self.registry.policy.is_none() {
+            return None;
+        }
+        let versions = self.registry.members.keys().map(|id| self.added.versions.get(id).copied());
+        let read_by_all = versions.min()??;
+        (read_by_all > 1 && self.oldest == Some(read_by_all)).then_some(read_by_all)
+    }
+
+    /// Whether the cluster has reached a version whose limits and rules are not in its policy yet.
+    #[must_use]
+    pub fn lacks_limits(&self) -> bool {
+        let known = self.version().min(Limits::RULES);
+        self.policy().is_some_and(|policy| !policy.limits.follows(known))
     }
 
     /// The fence that the next grant will get.
@@ -545,6 +597,7 @@ impl Machine {
         if older.is_some_and(|older| older.run >= run) {
             return;
         }
+        self.oldest = Some(self.oldest.map_or(start.version, |oldest| oldest.min(start.version)));
         if self.added.versions.insert(raft_id, start.version) != Some(start.version) {
             events.push(Event::Members);
         }
@@ -715,13 +768,16 @@ fn reply(caller: Caller, outcome: Outcome, events: &mut Vec<Event>) {
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::Limits;
-
     use super::*;
+
+    /// The version of the next entry, also in a cluster that is ahead of this program.
+    fn written(machine: &Machine) -> u32 {
+        machine.version().min(version::newest())
+    }
 
     fn apply(machine: &mut Machine, stamp: u64, put: impl Fn(&mut Vec<u8>)) -> Vec<Event> {
         let mut payload = Vec::new();
-        codec::begin_payload(&mut payload, 1, Timestamp(stamp));
+        codec::begin_payload(&mut payload, written(machine), Timestamp(stamp));
         put(&mut payload);
         let mut events = Vec::new();
         machine.apply(&payload, &mut events).expect("it was just made");
@@ -729,7 +785,8 @@ mod tests {
     }
 
     fn order(machine: &mut Machine, stamp: u64, order: &Order) -> Vec<Event> {
-        apply(machine, stamp, |payload| codec::put_order(payload, order))
+        let version = written(machine);
+        apply(machine, stamp, |payload| codec::put_order(payload, version, order))
     }
 
     fn machine() -> Machine {
@@ -790,9 +847,112 @@ mod tests {
         order(&mut machine, 10, &Order::Version { version: version - 1 });
         assert_eq!(machine.version(), version, "it only grows");
         let snapshot = machine.snapshot();
-        assert_eq!(snapshot[0], FIRST_FORM + 1);
+        assert_eq!(snapshot[0], FIRST_FORM + 2);
         let why = Machine::restore(&snapshot, false).err().unwrap();
-        assert!(why.contains("newer server") && why.contains("form 3"), "{why}");
+        assert!(why.contains("newer server") && why.contains("form 4"), "{why}");
+    }
+
+    /// GUARANTEES 42: version 1 knows nothing of the limits of version 2, whatever the leader's settings are; from
+    /// version 2 on they are in the policy, in the store and in snapshots of both.
+    #[test]
+    fn the_limits_of_version_2_come_with_it() {
+        let mut machine = machine();
+        let limits_of = |machine: &Machine| {
+            let store = machine.store().expect("it has begun").limits().clone();
+            assert_eq!(store, machine.policy().expect("likewise").limits, "both know the same");
+            store
+        };
+        assert_eq!(limits_of(&machine).v2(), LimitsV2::default(), "as the older program has it");
+        assert!(!machine.lacks_limits(), "version 1 has no more");
+        let wanted = Policy { limits: Limits::default(), ..machine.policy().cloned().unwrap() };
+        order(&mut machine, 2, &Order::Policy(Box::new(wanted.clone())));
+        assert_eq!(limits_of(&machine).v2(), LimitsV2::default());
+        assert_eq!(machine.snapshot()[0], FIRST_FORM);
+
+        start(&mut machine, 3, 1, 1, 2);
+        start(&mut machine, 4, 2, 1, 2);
+        order(&mut machine, 5, &Order::Version { version: 2 });
+        assert!(machine.lacks_limits() && again(&machine).lacks_limits());
+        assert_eq!(limits_of(&machine).v2(), LimitsV2::default(), "they come with the policy");
+        order(&mut machine, 6, &Order::Policy(Box::new(wanted.clone())));
+        assert_eq!(limits_of(&machine), wanted.limits);
+        let restored = again(&machine);
+        assert_eq!(limits_of(&restored), wanted.limits);
+        assert!(!machine.lacks_limits() && !restored.lacks_limits());
+        assert!(restored.snapshot() == machine.snapshot());
+    }
+
+    /// GUARANTEES 42: the snapshots of each version, byte by byte; all of them are read.
+    #[test]
+    fn golden_snapshots() {
+        let golden = include_str!("../../tests/golden/snapshots.txt");
+        let mut machine = machine();
+        // Not the defaults, which may change.
+        let limits = Limits {
+            locks_max: 9,
+            default_lease: Span(33),
+            subscriptions_max: 5,
+            rules: 2,
+            lease_max: Span(15),
+            holds_per_session_max: 16,
+            waits_per_session_max: 17,
+            sessions_max: 18,
+            subscription_bytes_max: 19,
+            subscriptions_total_max: 20,
+            subscription_bytes_total_max: 21,
+            pattern_tokens_max: 22,
+            ..Limits::default()
+        };
+        let (auto_release, orphan_ttl) = (AutoRelease::Any, Span(300));
+        let policy = || Box::new(Policy { limits: limits.clone(), auto_release, orphan_ttl });
+        order(&mut machine, 2, &Order::Policy(policy()));
+        start(&mut machine, 3, 1, 1, 2);
+        start(&mut machine, 4, 2, 1, 2);
+        let mut states = vec![("v1", machine.snapshot())];
+        order(&mut machine, 5, &Order::Version { version: 2 });
+        states.push(("v2-before-its-limits", machine.snapshot()));
+        order(&mut machine, 6, &Order::Policy(policy()));
+        states.push(("v2", machine.snapshot()));
+        let mut other = String::new();
+        for (name, state) in states {
+            let digits: String = state.iter().map(|byte| format!("{byte:02x}")).collect();
+            let line = format!("{name}: {digits}");
+            if !golden.lines().any(|known| known == line) {
+                other = format!("{other}{line}\n");
+            }
+            let restored = Machine::restore(&state, false).expect("it is one");
+            assert!(restored.snapshot() == state, "{name} is written as it was read");
+        }
+        assert!(other.is_empty(), "other forms than in the file:\n{other}");
+    }
+
+    /// A cluster that no older program was ever a member of goes to the newest version that all its members read;
+    /// every other one waits for its operator.
+    #[test]
+    fn only_a_new_cluster_raises_its_version_by_itself() {
+        let mut new = machine();
+        assert_eq!(new.first_version(), None);
+        start(&mut new, 2, 1, 1, 2);
+        assert_eq!(new.first_version(), None, "one has not said what it reads");
+        start(&mut new, 3, 1, 2, 2);
+        start(&mut new, 4, 2, 1, 2);
+        assert_eq!(new.first_version(), Some(2), "that one was started twice is no upgrade");
+        assert_eq!(again(&new).first_version(), None, "who has only a snapshot can not know");
+        order(&mut new, 5, &Order::Version { version: 2 });
+        assert_eq!(new.first_version(), None, "it has one now");
+
+        let mut upgraded = machine();
+        start(&mut upgraded, 2, 1, 1, 1);
+        start(&mut upgraded, 3, 2, 1, 2);
+        assert_eq!(upgraded.first_version(), None);
+        start(&mut upgraded, 4, 1, 2, 2);
+        assert_eq!(upgraded.first_version(), None, "it was an older program");
+        let mut later = machine();
+        start(&mut later, 2, 1, 1, 2);
+        start(&mut later, 3, 2, 1, 3);
+        assert_eq!(later.first_version(), Some(2));
+        start(&mut later, 4, 1, 2, 3);
+        assert_eq!(later.first_version(), None, "one could go back to 2");
     }
 
     #[test]

@@ -367,6 +367,8 @@ pub struct Replica {
     early_bytes: usize,
     orders: Vec<Order>,
     tick_index: u64,
+    /// Of the last version that this node proposed by itself.
+    version_index: u64,
     stamped_at: Timestamp,
     heard: BTreeMap<RaftId, Timestamp>,
     lost_proposed: Option<(Run, u64)>,
@@ -474,6 +476,7 @@ impl Replica {
             early_bytes: 0,
             orders: Vec::new(),
             tick_index: 0,
+            version_index: 0,
             stamped_at: Timestamp(0),
             heard: BTreeMap::new(),
             lost_proposed: None,

@@ -1,6 +1,6 @@
 //! What a cluster speaks of: members, runs of nodes, the policy all of them share, and what can stand in the log.
 
-use dflockd_core::{Command, Limits, Outcome, RequestId, SessionId, Span};
+use dflockd_core::{Command, Limits, LimitsV2, Outcome, RequestId, SessionId, Span};
 use serde::{Deserialize, Serialize};
 
 /// The number of a member in the Raft group. Never used again after a removal.
@@ -159,6 +159,8 @@ pub enum AutoRelease {
 }
 
 /// Everything `apply` decides by. The same on all members, whatever their flags say.
+///
+/// Its bytes are those of version 1; [`WholePolicy`] has all of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
     /// Of the store.
@@ -170,10 +172,18 @@ pub struct Policy {
 }
 
 impl Policy {
+    /// The same policy with these limits of version 2.
+    #[must_use]
+    pub fn with_v2(self, v2: LimitsV2) -> Self {
+        Self { limits: self.limits.with_v2(v2), ..self }
+    }
+
     /// The settings in which two policies differ, by their flags.
     #[must_use]
     pub fn differences(&self, other: &Self) -> Vec<&'static str> {
         let (a, b) = (&self.limits, &other.limits);
+        // A cluster of version 1 has no such settings, whatever the flags say.
+        let (a2, b2) = if a.rules == b.rules { (a, b) } else { (a, a) };
         let settings = [
             ("max-locks", a.locks_max == b.locks_max),
             ("max-keys", a.keys_max == b.keys_max),
@@ -187,10 +197,38 @@ impl Policy {
             ("shared-key-namespace", a.shared_namespace == b.shared_namespace),
             ("kv-idle-gc", a.kv_idle_gc == b.kv_idle_gc),
             ("failover-grace", a.failover_grace == b.failover_grace),
+            ("max-lease-ttl", a2.lease_max == b2.lease_max),
+            ("max-holds-per-session", a2.holds_per_session_max == b2.holds_per_session_max),
+            ("max-waits-per-session", a2.waits_per_session_max == b2.waits_per_session_max),
+            ("max-sessions", a2.sessions_max == b2.sessions_max),
+            ("max-subscription-bytes", a2.subscription_bytes_max == b2.subscription_bytes_max),
+            ("max-subscriptions-total", a2.subscriptions_total_max == b2.subscriptions_total_max),
+            (
+                "max-subscription-bytes-total",
+                a2.subscription_bytes_total_max == b2.subscription_bytes_total_max,
+            ),
             ("auto-release", self.auto_release == other.auto_release),
             ("orphan-ttl", self.orphan_ttl == other.orphan_ttl),
         ];
         settings.into_iter().filter(|(_, same)| !same).map(|(name, _)| name).collect()
+    }
+}
+
+/// A policy with the bytes of version 2.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(Policy, LimitsV2)", into = "(Policy, LimitsV2)")]
+pub struct WholePolicy(pub Policy);
+
+impl From<(Policy, LimitsV2)> for WholePolicy {
+    fn from((policy, v2): (Policy, LimitsV2)) -> Self {
+        Self(policy.with_v2(v2))
+    }
+}
+
+impl From<WholePolicy> for (Policy, LimitsV2) {
+    fn from(WholePolicy(policy): WholePolicy) -> Self {
+        let v2 = policy.limits.v2();
+        (policy, v2)
     }
 }
 

@@ -8,8 +8,15 @@
 //!
 //! Whoever adds a form raises [`NEWEST`], and writes the new form only if [`Machine::version`] has reached it.
 //!
+//! A cluster begins with version 1, because its first leader does not know what the others read. If all members have
+//! said so and no older program has ever been one of them, there is nothing to go back to: the leader then raises the
+//! version by itself ([`Machine::first_version`]). What a version adds to the policy comes into force with the policy
+//! that the leader proposes next, of the one in force and its own settings ([`Machine::lacks_limits`]).
+//!
 //! [`AdminRequest::Finalize`]: super::admin::AdminRequest::Finalize
 //! [`Machine::version`]: super::machine::Machine::version
+//! [`Machine::first_version`]: super::machine::Machine::first_version
+//! [`Machine::lacks_limits`]: super::machine::Machine::lacks_limits
 
 use std::sync::OnceLock;
 
@@ -20,7 +27,12 @@ use super::log::Recovered;
 use super::machine;
 
 /// The newest version of which this program knows what it means.
-pub const NEWEST: u32 = 1;
+///
+/// | Version | What it brought |
+/// | --- | --- |
+/// | 1 | the first |
+/// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and in snapshots; the rules that go with them |
+pub const NEWEST: u32 = 2;
 
 /// For tests of upgrades, and for nothing else: the version up to which this process says it reads. One above
 /// [`NEWEST`] stands for the next program, whose forms are those of this one under the next number.

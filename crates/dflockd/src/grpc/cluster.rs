@@ -285,6 +285,13 @@ fn shown(policy: &CorePolicy) -> Policy {
         failover_grace_s: Some(operate::seconds(limits.failover_grace)),
         auto_release: Some(auto_release.into()),
         orphan_ttl_s: Some(operate::seconds(policy.orphan_ttl)),
+        max_lease_ttl_s: Some(operate::seconds(limits.lease_max)),
+        max_holds_per_session: Some(limits.holds_per_session_max),
+        max_waits_per_session: Some(limits.waits_per_session_max),
+        max_sessions: Some(limits.sessions_max),
+        max_subscription_bytes: Some(limits.subscription_bytes_max),
+        max_subscriptions_total: Some(limits.subscriptions_total_max),
+        max_subscription_bytes_total: Some(limits.subscription_bytes_total_max),
     }
 }
 
@@ -316,6 +323,13 @@ fn settings(policy: &Policy) -> Result<Settings, Refused> {
         ("failover-grace", number(policy.failover_grace_s)),
         ("auto-release", auto_release.map(|it| json!(operate::release_name(it)))),
         ("orphan-ttl", number(policy.orphan_ttl_s)),
+        ("max-lease-ttl", number(policy.max_lease_ttl_s)),
+        ("max-holds-per-session", number(policy.max_holds_per_session)),
+        ("max-waits-per-session", number(policy.max_waits_per_session)),
+        ("max-sessions", number(policy.max_sessions)),
+        ("max-subscription-bytes", number(policy.max_subscription_bytes)),
+        ("max-subscriptions-total", number(policy.max_subscriptions_total)),
+        ("max-subscription-bytes-total", number(policy.max_subscription_bytes_total)),
     ];
     let given = all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
     let settings: Settings = given.collect();
@@ -342,7 +356,7 @@ mod tests {
         assert!(settings(&told).is_err(), "the name spaces stay what they are");
         told.shared_key_namespace = None;
         let settings = settings(&told).expect("they are in range");
-        assert_eq!(settings.len(), 13);
+        assert_eq!(settings.len(), 20);
         assert!(settings.contains(&("orphan-ttl".to_owned(), json!(3))));
         assert!(settings.contains(&("auto-release".to_owned(), json!("clean"))));
     }

@@ -1,8 +1,8 @@
 //! From one version of the program to the next (GUARANTEES 42): members of both work together at the older one, every
 //! member can go back until an operator has finalised it, and an older program stops then.
 //!
-//! There is one program only. The built one as it is plays the older; with [`NEXT`] it says that it reads one version
-//! more, and writes that number into entries and snapshots once the cluster uses it.
+//! There is one program only. With [`OLDER`] it reads no more than the version before, and says so; what it writes is
+//! what that version has.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,21 +13,40 @@ use serde_json::{Value, json};
 use super::harness::{Cluster, NAMES, Node, Turn, eventually, files, free_addresses, host};
 use super::kill::{Keepers, addresses};
 use super::load::Load;
-use super::operate::{ADMIN, answer, offline, offline_with, operate, refused, refuses};
+use super::operate::{ADMIN, answer, offline_with, operate, refuses};
 
-/// What makes a process speak for the next version.
-const NEXT: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "2");
+/// What makes a process speak for the older version.
+const OLDER: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "1");
 const FLAGS: [&str; 4] = [ADMIN[0], ADMIN[1], "--election-timeout-ms", "500"];
 
-/// A cluster of which these nodes run the next program.
+/// A cluster of which these nodes run the newer program.
 fn start(turn: Turn, next: &[usize]) -> Cluster {
     let mut cluster = Cluster::prepare(turn, 3, &FLAGS, |addresses| addresses.to_vec());
     for (at, node) in cluster.nodes.iter_mut().enumerate() {
-        node.variable = next.contains(&at).then_some(NEXT);
+        node.variable = (!next.contains(&at)).then_some(OLDER);
         node.start();
     }
     cluster.wait_until_ready();
     cluster
+}
+
+/// A cluster that began with the older program and runs the newer one on all nodes, but still uses the older version.
+fn upgraded(turn: Turn) -> Cluster {
+    let mut cluster = start(turn, &[]);
+    wait_for_versions(&cluster, 1, [1, 1, 1]);
+    for at in 0..3 {
+        cluster.nodes[at].terminate();
+        cluster.nodes[at].variable = None;
+        cluster.nodes[at].start();
+        cluster.wait_until_ready();
+    }
+    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    cluster
+}
+
+/// A setting of the policy, as a node knows it.
+fn setting(cluster: &Cluster, at: usize, name: &str) -> Value {
+    operate(&mut cluster.connect(at), "policy", json!({}))["policy"][name].clone()
 }
 
 /// The version in use and the version that each member reads, as a node knows them.
@@ -58,7 +77,7 @@ fn let_lead(cluster: &Cluster, at: usize) {
     });
 }
 
-/// What a data directory has, as the older or the next program reads it.
+/// What a data directory has, as the older or the newer program reads it.
 fn inspect(dir: &Path, variable: Option<(&str, &str)>) -> (bool, Value) {
     let dir = dir.to_str().unwrap();
     let args = ["inspect-data", dir, "--json", "--entries", "--last", "1000000"];
@@ -79,21 +98,21 @@ fn kept(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     kept.filter(|(name, _)| name.starts_with("log-") || name.starts_with("snapshot-")).collect()
 }
 
-/// Starts the older program where the next one was: it says why not, and what to do, and has touched nothing.
+/// Starts the older program where the newer one was: it says why not, and what to do, and has touched nothing.
 #[track_caller]
 fn is_too_old(node: &mut Node, why: &str) {
     let before = kept(&node.dir);
-    node.variable = None;
+    node.variable = Some(OLDER);
     let said = node.start_in_vain();
     for part in [why, "newer server", "start the newer one"] {
         assert!(said.contains(part), "{part}: {said}");
     }
     assert!(kept(&node.dir) == before, "the data directory was changed");
-    node.variable = Some(NEXT);
+    node.variable = None;
 }
 
 /// Whoever leads: nothing is written that the older program can not read, and nobody can finalise. A member that ran
-/// the next program goes back to the older.
+/// the newer program goes back to the older.
 #[test]
 fn a_mixed_cluster_stays_at_what_all_read() {
     let mut cluster = start(Turn::shared(), &[1, 2]);
@@ -113,8 +132,14 @@ fn a_mixed_cluster_stays_at_what_all_read() {
     }
     wait_for_versions(&cluster, 1, [1, 2, 2]);
 
+    for at in 0..3 {
+        assert_eq!(setting(&cluster, at, "max-lease-ttl"), 0, "version 1 has no such limit");
+    }
+    let wanted = json!({ "set": { "max-lease-ttl": 60 } });
+    refuses(&mut cluster.connect(1), "policy", wanted, "the cluster has version 1");
+
     cluster.nodes[2].terminate();
-    cluster.nodes[2].variable = None;
+    cluster.nodes[2].variable = Some(OLDER);
     cluster.nodes[2].start();
     cluster.wait_until_ready();
     wait_for_versions(&cluster, 1, [1, 2, 1]);
@@ -123,23 +148,50 @@ fn a_mixed_cluster_stays_at_what_all_read() {
     cluster.wait_until_equal();
     for node in &mut cluster.nodes {
         node.terminate();
-        let (whole, shown) = inspect(&node.dir, None);
+        let (whole, shown) = inspect(&node.dir, Some(OLDER));
         assert!(whole && shown["cluster_version"] == 1, "{shown}");
         let versions = entry_versions(&shown);
         assert!(!versions.is_empty() && versions.iter().all(|version| *version == 1), "{shown}");
     }
 }
 
-/// When all run the next program it is finalised, at one place of the log; from there on the older one stops, in
+/// A cluster that no older program was ever a member of uses the newest version by itself, with its limits.
+#[test]
+fn a_new_cluster_uses_the_newest_version() {
+    let cluster = start(Turn::shared(), &[0, 1, 2]);
+    wait_for_versions(&cluster, 2, [2, 2, 2]);
+    for at in 0..3 {
+        eventually("the limits of version 2", || {
+            (setting(&cluster, at, "max-lease-ttl") == 86_400).then_some(())
+        });
+    }
+    // The requests of operators carry them, through any member.
+    for at in 0..3 {
+        let wanted = json!({ "set": { "max-lease-ttl": 1_000 + at } });
+        operate(&mut cluster.connect(at), "policy", wanted);
+        eventually("the change of a limit", || {
+            (setting(&cluster, 0, "max-lease-ttl") == 1_000 + at).then_some(())
+        });
+    }
+    let wanted = json!({ "set": { "max-lease-ttl": 5 } });
+    refuses(&mut cluster.connect(0), "policy", wanted, "default-lease-ttl (33) is above");
+}
+
+/// When all run the newer program it is finalised, at one place of the log; from there on the older one stops, in
 /// front of a log, of a snapshot, and as a new member.
 #[test]
 fn a_finalised_cluster_has_no_way_back() {
-    let mut cluster = start(Turn::shared(), &[0, 1, 2]);
-    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    let mut cluster = upgraded(Turn::shared());
     let mut client = cluster.connect(0);
     client.check("kset", "before", "1", "ok");
+    assert_eq!(setting(&cluster, 0, "max-sessions"), 0);
     operate(&mut client, "finalize", json!({}));
     wait_for_versions(&cluster, 2, [2, 2, 2]);
+    for at in 0..3 {
+        eventually("the limits of version 2", || {
+            (setting(&cluster, at, "max-sessions") == 262_144).then_some(())
+        });
+    }
     operate(&mut client, "finalize", json!({}));
     client.check("kset", "after", "2", "ok");
     cluster.wait_until_equal();
@@ -151,13 +203,15 @@ fn a_finalised_cluster_has_no_way_back() {
         cluster.nodes[at].terminate();
         is_too_old(&mut cluster.nodes[at], why);
         let dir = cluster.nodes[at].dir.to_str().unwrap().to_owned();
-        refused(&["force-new", "--raft-dir", &dir, "--yes"], "newer server");
+        let output = offline_with(&["force-new", "--raft-dir", &dir, "--yes"], Some(OLDER));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains("newer server"), "{output:?}");
         // It is not damaged, and nobody says so.
-        let text = offline(&["inspect-data", &dir, "--entries"]);
+        let text = offline_with(&["inspect-data", &dir, "--entries"], Some(OLDER));
         let text = String::from_utf8_lossy(&text.stdout).into_owned();
         assert!(text.contains("newer server") && !text.contains("DAMAGE"), "{text}");
         if at == 1 {
-            let (whole, shown) = inspect(&cluster.nodes[at].dir, Some(NEXT));
+            let (whole, shown) = inspect(&cluster.nodes[at].dir, None);
             let versions = entry_versions(&shown);
             assert!(whole && versions.is_sorted(), "{shown}");
             assert!(versions.contains(&1) && versions.contains(&2), "{shown}");
@@ -176,6 +230,7 @@ fn a_finalised_cluster_has_no_way_back() {
     let formation = ["--election-timeout-ms".to_owned(), "500".to_owned()];
     let mut new =
         Node::new("node-d", addresses[0], addresses[1], cluster.dir.path("node-d"), &formation);
+    new.variable = Some(OLDER);
     new.start();
     let (peer_addr, client_addr) = (addresses[1].to_string(), addresses[0].to_string());
     let wanted = json!({ "node": "node-d", "peer_addr": peer_addr, "client_addr": client_addr });
@@ -184,7 +239,7 @@ fn a_finalised_cluster_has_no_way_back() {
     let ended = new.process().wait_for_end();
     assert!(!ended.success() && new.output().contains("start the newer one"), "{}", new.output());
     new.kill();
-    new.variable = Some(NEXT);
+    new.variable = None;
     new.start();
     eventually("the new member votes", || {
         let wanted = json!({ "node": "node-d", "reason": "a test" });
@@ -194,21 +249,20 @@ fn a_finalised_cluster_has_no_way_back() {
     new.connect().check("kget", "after", "", "ok 2");
 }
 
-/// It had said that it reads the next version, was away when that was finalised, and comes back with the older program.
+/// It had said that it reads the newer version, was away when that was finalised, and comes back with the older program.
 #[test]
 fn a_member_that_was_away_is_too_old_when_it_comes_back() {
-    let mut cluster = start(Turn::shared(), &[0, 1, 2]);
-    wait_for_versions(&cluster, 1, [2, 2, 2]);
+    let mut cluster = upgraded(Turn::shared());
     let away = cluster.others(cluster.leader())[0];
     cluster.nodes[away].kill();
     let mut client = cluster.connect(cluster.leader());
     operate(&mut client, "finalize", json!({}));
     client.check("kset", "key", "value", "ok");
-    cluster.nodes[away].variable = None;
+    cluster.nodes[away].variable = Some(OLDER);
     let said = cluster.nodes[away].start_in_vain();
     assert!(said.contains("the cluster has version 2, this server knows up to 1"), "{said}");
     assert!(said.contains("start a newer one"), "{said}");
-    cluster.nodes[away].variable = Some(NEXT);
+    cluster.nodes[away].variable = None;
     cluster.nodes[away].start();
     cluster.wait_until_ready();
     cluster.connect(away).check("kget", "key", "", "ok value");
@@ -220,7 +274,7 @@ fn a_member_that_was_away_is_too_old_when_it_comes_back() {
 fn a_witness_has_its_say() {
     let mut cluster = Cluster::prepare(Turn::shared(), 3, &FLAGS, |addresses| addresses.to_vec());
     for (at, node) in cluster.nodes.iter_mut().enumerate() {
-        node.variable = (at != 2).then_some(NEXT);
+        node.variable = (at == 2).then_some(OLDER);
         node.flags.extend((at == 2).then(|| "--witness".to_owned()));
         node.start();
     }
@@ -233,7 +287,7 @@ fn a_witness_has_its_say() {
     });
     refuses(&mut client, "finalize", json!({}), "node-c (up to 1)");
     cluster.nodes[2].kill();
-    cluster.nodes[2].variable = Some(NEXT);
+    cluster.nodes[2].variable = None;
     cluster.nodes[2].start();
     eventually("it is finalised", || {
         let mut client = cluster.connect(cluster.leader_among(&full));
@@ -245,12 +299,12 @@ fn a_witness_has_its_say() {
         (status["cluster_version"] == 2).then_some(())
     });
     cluster.nodes[2].kill();
-    cluster.nodes[2].variable = None;
+    cluster.nodes[2].variable = Some(OLDER);
     let said = cluster.nodes[2].start_in_vain();
     assert!(said.contains("start a newer one") || said.contains("start the newer one"), "{said}");
 }
 
-/// GUARANTEES 17, 35, 42: one node after the other gets the next program, and then it is finalised, while clients write
+/// GUARANTEES 17, 35, 42: one node after the other gets the newer program, and then it is finalised, while clients write
 /// and hold. Everything that was acknowledged is there, no session and no hold is lost.
 #[test]
 fn a_rolling_upgrade_under_load_loses_nothing() {
@@ -261,7 +315,7 @@ fn a_rolling_upgrade_under_load_loses_nothing() {
     for _ in 0..3 {
         load.wait_for_more(50);
         let mut client = cluster.connect(0);
-        let old = |cluster: &Cluster, at: &usize| cluster.nodes[*at].variable.is_none();
+        let old = |cluster: &Cluster, at: &usize| cluster.nodes[*at].variable.is_some();
         // The leader last, as it is drained when it is its turn.
         let leader = cluster.leader();
         let at = cluster.others(leader).into_iter().find(|at| old(&cluster, at)).unwrap_or(leader);
@@ -273,7 +327,7 @@ fn a_rolling_upgrade_under_load_loses_nothing() {
         drop(client);
         cluster.nodes[at].terminate();
         load.wait_for_more(50);
-        cluster.nodes[at].variable = Some(NEXT);
+        cluster.nodes[at].variable = None;
         cluster.nodes[at].start();
         cluster.wait_until_ready();
     }

@@ -9,10 +9,10 @@ use dflockd_core::Timestamp;
 
 use super::item::take_item;
 use super::{
-    BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, pack, put_bytes, put_u16, put_u32, put_u64,
-    take_bytes, take_u8, take_u16, take_u32, take_u64, unpack,
+    BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, at_end, pack, put_bytes, put_u16, put_u32,
+    put_u64, take_bytes, take_u8, take_u16, take_u32, take_u64, unpack, unpack_first,
 };
-use crate::replica::types::{Item, MemberChange, Order, Run};
+use crate::replica::types::{Item, MemberChange, Order, Policy, Run};
 use crate::replica::version;
 
 mod section {
@@ -54,10 +54,35 @@ pub fn put_batch(out: &mut Vec<u8>, run: Run, first_seq: u64, count: u16, items:
     put_batch_body(out, run, first_seq, count, items);
 }
 
-/// Appends an order to a payload.
-pub fn put_order(out: &mut Vec<u8>, order: &Order) {
+/// Appends an order to a payload of some version. What a policy has got since the first one stands behind the order.
+pub fn put_order(out: &mut Vec<u8>, version: u32, order: &Order) {
     out.push(section::ORDER);
-    put_bytes(out, &pack(order));
+    let mut bytes = pack(order);
+    if version >= 2
+        && let Order::Init { policy, .. } | Order::Policy(policy) = order
+    {
+        bytes.extend_from_slice(&pack(&policy.limits.v2()));
+    }
+    put_bytes(out, &bytes);
+}
+
+fn take_order(version: u8, bytes: &[u8]) -> Result<Order, Malformed> {
+    if version < 2 {
+        return unpack(bytes);
+    }
+    let (mut order, rest) = unpack_first::<Order>(bytes)?;
+    match &mut order {
+        Order::Init { policy, .. } | Order::Policy(policy) => {
+            **policy = Policy::clone(policy).with_v2(unpack(rest)?);
+        }
+        Order::Tick
+        | Order::NewTerm
+        | Order::NodeLost { .. }
+        | Order::Digest { .. }
+        | Order::Address { .. }
+        | Order::Version { .. } => at_end(rest)?,
+    }
+    Ok(order)
 }
 
 /// When the leader made the entry.
@@ -71,7 +96,8 @@ pub fn stamp_of(mut payload: &[u8]) -> Result<Timestamp, Malformed> {
 pub fn sections(payload: &[u8]) -> Sections<'_> {
     let mut rest = payload;
     let failed = take_stamp(&mut rest).err();
-    Sections { rest, failed }
+    let version = payload.first().copied().unwrap_or(0);
+    Sections { version, rest, failed }
 }
 
 fn take_stamp(payload: &mut &[u8]) -> Result<Timestamp, Malformed> {
@@ -82,6 +108,7 @@ fn take_stamp(payload: &mut &[u8]) -> Result<Timestamp, Malformed> {
 /// See [`sections`].
 #[derive(Clone, Debug)]
 pub struct Sections<'a> {
+    version: u8,
     rest: &'a [u8],
     /// What was wrong with the head.
     failed: Option<Malformed>,
@@ -98,7 +125,10 @@ impl<'a> Sections<'a> {
                 let items = Items { left: count, rest: items };
                 Ok(Section::Batch { run, first_seq, count, items })
             }
-            section::ORDER => Ok(Section::Order(unpack(take_bytes(&mut self.rest)?)?)),
+            section::ORDER => {
+                let order = take_order(self.version, take_bytes(&mut self.rest)?)?;
+                Ok(Section::Order(order))
+            }
             _ => Err(Malformed::Form("an unknown kind of section")),
         }
     }

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 
 use bytes::Bytes;
 use dflockd_core::{
-    Command, End, Expect, Fence, Grant, Limits, Mode, Outcome, Refusal, RequestId, Revision,
-    SessionId, Space, Span, Subscription, Timestamp, Token,
+    Command, End, Expect, Fence, Grant, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
+    Revision, SessionId, Space, Span, Subscription, Timestamp, Token,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -26,6 +26,7 @@ use raft::eraftpb::{
 use super::super::types::{
     Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, Run, Start,
 };
+use super::super::version::NEWEST;
 use super::message::ENTRY_HEAD_BYTES;
 use super::payload::put_batch_body;
 use super::*;
@@ -338,19 +339,33 @@ fn policy() -> Box<Policy> {
         results_max: 12,
         results_bytes_max: 13,
         expired_notes_max: 14,
+        rules: 2,
+        lease_max: Span(15),
+        holds_per_session_max: 16,
+        waits_per_session_max: 17,
+        sessions_max: 18,
+        subscription_bytes_max: 19,
+        subscriptions_total_max: 20,
+        subscription_bytes_total_max: 21,
+        pattern_tokens_max: 22,
     };
     Box::new(Policy { limits, auto_release: AutoRelease::Clean, orphan_ttl: Span(300) })
+}
+
+/// Of the first version, which knows less.
+fn policy_v1() -> Box<Policy> {
+    Box::new(policy().with_v2(LimitsV2::default()))
 }
 
 /// Every order, once. A new one does not compile until it is here.
 fn orders() -> Vec<(&'static str, Order)> {
     let run = Run::new(5, 7);
     let orders = vec![
-        Order::Init { policy: policy(), seed: 1 << 40, fence: 1_000 },
+        Order::Init { policy: policy_v1(), seed: 1 << 40, fence: 1_000 },
         Order::Tick,
         Order::NewTerm,
         Order::NodeLost { run },
-        Order::Policy(policy()),
+        Order::Policy(policy_v1()),
         Order::Digest { index: 300, digest: [0xab; 32] },
         Order::Address { raft_id: 4, peer_addr: "10.0.0.9:7000".into() },
         Order::Version { version: 2 },
@@ -376,12 +391,16 @@ enum Part {
 }
 
 fn encode_payload(stamp: u64, parts: &[Part]) -> Vec<u8> {
+    encode_payload_of(VERSION.into(), stamp, parts)
+}
+
+fn encode_payload_of(version: u32, stamp: u64, parts: &[Part]) -> Vec<u8> {
     let mut out = Vec::new();
-    begin_payload(&mut out, VERSION.into(), Timestamp(stamp));
+    begin_payload(&mut out, version, Timestamp(stamp));
     for part in parts {
         match part {
             Part::Batch(batch) => batch.put(&mut out),
-            Part::Order(order) => put_order(&mut out, order),
+            Part::Order(order) => put_order(&mut out, version, order),
         }
     }
     out
@@ -628,6 +647,42 @@ fn golden_payloads() {
     check_golden("payloads.txt", &encoded);
 }
 
+/// GUARANTEES 42: what version 2 added stands behind what version 1 has, and version 1 is written as ever.
+#[test]
+fn golden_payloads_of_version_2() {
+    let mut encoded = Vec::new();
+    let orders = [
+        ("init", Order::Init { policy: policy(), seed: 1 << 40, fence: 1_000 }),
+        ("policy", Order::Policy(policy())),
+        ("tick", Order::Tick),
+    ];
+    for (name, order) in orders {
+        let part = Part::Order(order);
+        let parts = [part.clone(), Part::Order(Order::NewTerm)];
+        let bytes = encode_payload_of(2, 1_000, &parts);
+        assert_eq!(decode_payload(&bytes), Ok((1_000, parts.to_vec())));
+        encoded.push((name.to_owned(), bytes));
+        // The other way round nothing is misread: not as one of the other version, and not if something is missing.
+        if name != "tick" {
+            for (from, to) in [(1, 2), (2, 1)] {
+                let mut bytes = encode_payload_of(from, 1_000, std::slice::from_ref(&part));
+                bytes[0] = to;
+                assert!(decode_payload(&bytes).is_err(), "{name} of {from} read as {to}");
+            }
+            let Part::Order(order) =
+                decode_payload(&encode_payload(1_000, &[part])).unwrap().1.remove(0)
+            else {
+                unreachable!("it was an order")
+            };
+            let (Order::Init { policy, .. } | Order::Policy(policy)) = order else {
+                unreachable!("it has a policy")
+            };
+            assert_eq!(policy, policy_v1(), "version 1 carries no more than it did");
+        }
+    }
+    check_golden("payloads-v2.txt", &encoded);
+}
+
 #[test]
 fn golden_frames() {
     let mut encoded = Vec::new();
@@ -674,10 +729,11 @@ fn commands_without_form() {
 #[test]
 fn later_versions() {
     let mut payload = encode_payload(1, &[Part::Order(Order::Tick)]);
-    payload[0] = VERSION + 1;
-    assert_eq!(stamp_of(&payload), Err(Malformed::Version(VERSION + 1)));
+    let later = u8::try_from(NEWEST).unwrap() + 1;
+    payload[0] = later;
+    assert_eq!(stamp_of(&payload), Err(Malformed::Version(later)));
     let sections: Vec<_> = sections(&payload).map(|section| section.err()).collect();
-    assert_eq!(sections, [Some(Malformed::Version(VERSION + 1))]);
+    assert_eq!(sections, [Some(Malformed::Version(later))]);
 
     let mut context = encode_member_change(&MemberChange::Remove { raft_id: 1 }).to_vec();
     context[0] = 0;
@@ -685,7 +741,7 @@ fn later_versions() {
     context[0] = 9;
     assert_eq!(decode_member_change(&context), Err(Malformed::Version(9)));
     let text = Malformed::Version(9).to_string();
-    assert!(text.contains("form 9") && text.contains("up to 1; start the newer"), "{text}");
+    assert!(text.contains("form 9") && text.contains("up to 2; start the newer"), "{text}");
 }
 
 /// The iterators say once what is wrong, and then nothing.
@@ -1023,7 +1079,7 @@ fn check_frame(bytes: &[u8]) {
 /// Decodes a payload that may be anything.
 fn check_payload(bytes: &[u8]) {
     let Ok((stamp, parts)) = decode_payload(bytes) else { return };
-    let again = encode_payload(stamp, &parts);
+    let again = encode_payload_of(bytes[0].into(), stamp, &parts);
     assert_eq!(decode_payload(&again), Ok((stamp, parts)), "it has changed");
 }
 
