@@ -620,10 +620,10 @@ impl Seats {
         let mut raft_id = self.gate.who.lock().raft_id;
         let mut first = None;
         while raft_id == 0 {
-            let Some(inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
+            let Some(mut inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
                 return Ok(None);
             };
-            for input in inputs.others {
+            for input in inputs.take_others() {
                 if let Input::Job { id, .. } = input {
                     self.front.refuse_job(id);
                 } else if let Input::Admin { id, .. } = input {
