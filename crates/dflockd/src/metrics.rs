@@ -30,6 +30,7 @@ pub(crate) use self::page::CONTENT_TYPE;
 use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
+use crate::logging;
 use crate::service::{Service, seconds};
 
 /// The route of requests that match none.
@@ -193,6 +194,8 @@ impl Metrics {
         let labels = [env!("CARGO_PKG_VERSION").to_owned(), mode.to_owned()];
         page.values(&n::BUILD_INFO, [(labels, 1u64)]);
         page.value(&n::EVENT_FOLLOWERS, service.feed.followers());
+        page.value(&n::LOG_SUPPRESSED, service.log_budget.suppressed());
+        page.value(&n::LOG_LOST, logging::lines_lost());
     }
 
     fn add_doors(&self, page: &mut Page, service: &Service) {

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use dflockd_engine::{Clock, Engine, Replicated};
+use dflockd_engine::{Clock, Engine, Replicated, Suppressed};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
@@ -385,5 +385,9 @@ async fn tidy(service: Arc<Service>) {
     loop {
         tokio::time::sleep(TIDY).await;
         service.forget_stats();
+        for Suppressed { peer, kind, count } in service.log_budget.settle() {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(peer, kind, count, "log lines left out");
+        }
     }
 }

@@ -90,6 +90,11 @@ metrics! {
     EVENT_FOLLOWERS Gauge Always "dflockd_event_followers" []
         "Event streams that follow changes of keys"
 
+    LOG_SUPPRESSED Counter Always "dflockd_log_lines_suppressed_total" []
+        "Log lines about clients that were left out because their address had caused too many of the kind"
+    LOG_LOST Counter Always "dflockd_log_lines_lost_total" []
+        "Log lines that were lost because stderr was too slow; never those about operators"
+
     LINE_REQUESTS Counter Always "dflockd_line_requests_total" ["command"]
         "Requests of the line protocol that were understood, by command"
     HTTP_REQUESTS Counter Always "dflockd_http_requests_total" ["method" "path" "status"]
