@@ -65,6 +65,7 @@ impl Default for LineRequests {
 #[derive(Default)]
 struct DoorCounts {
     connections: AtomicU64,
+    connections_max: AtomicU64,
     refused: AtomicU64,
     auth_failures: AtomicU64,
 }
@@ -145,6 +146,13 @@ impl Metrics {
         self.doors[door as usize].connections.fetch_sub(1, Relaxed);
     }
 
+    /// So many connections each protocol can have.
+    pub(crate) fn set_connections_max(&self, max: impl Fn(Door) -> u64) {
+        for door in [Door::Line, Door::Http, Door::Grpc] {
+            self.doors[door as usize].connections_max.store(max(door), Relaxed);
+        }
+    }
+
     /// There was no room for a connection.
     pub(crate) fn connection_refused(&self, door: Door) {
         self.doors[door as usize].refused.fetch_add(1, Relaxed);
@@ -211,6 +219,7 @@ impl Metrics {
             }),
         );
         let counts = |door: Door| &self.doors[door as usize];
+        page.by(&n::CONNECTIONS_MAX, each(&|door| counts(door).connections_max.load(Relaxed)));
         page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
         page.by(&n::AUTH_FAILURES, each(&|door| counts(door).auth_failures.load(Relaxed)));
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));

@@ -79,6 +79,8 @@ metrics! {
         "Connections of the line protocol"
     OPEN_CONNECTIONS Gauge Always "dflockd_open_connections" ["door"]
         "Connections by the protocol they speak"
+    CONNECTIONS_MAX Gauge Always "dflockd_connections_max" ["door"]
+        "Connections that a protocol can have at most: its cap, or what the limit of open files leaves for it"
     CONNECTIONS_REFUSED Counter Always "dflockd_connections_refused_total" ["door"]
         "Connections that were closed at once because of a cap"
     AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door"]
