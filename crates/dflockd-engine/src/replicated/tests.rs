@@ -4,11 +4,15 @@ use std::path::PathBuf;
 
 use dflockd_core::{End, Fence, Limits, Space, Token};
 
+use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
+
 use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
 use super::*;
 use crate::replica::driver::Formation;
+use crate::replica::log::{Recovered, StoredSnapshot};
 use crate::replica::transport::{Limits as TransportLimits, Secret, TransportConfig};
-use crate::replica::types::AutoRelease;
+use crate::replica::types::{AutoRelease, Start};
+use crate::replica::{RaftConfig, ReplicaConfig};
 
 /// The directory of a node, removed in the end.
 struct Scratch(PathBuf);
@@ -55,6 +59,14 @@ impl Answers {
     }
 }
 
+fn policy() -> Policy {
+    Policy {
+        limits: Limits { value_bytes_max: 1 << 20, ..Limits::default() },
+        auto_release: AutoRelease::Any,
+        orphan_ttl: Span::ZERO,
+    }
+}
+
 async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
     let dir = std::env::temp_dir().join(format!("dflockd-{name}-{}", std::process::id()));
     let scratch = Scratch(dir.clone());
@@ -71,11 +83,7 @@ async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
         client_addr: "127.0.0.1:2".into(),
         formation: Formation::Bootstrap,
         witness: false,
-        policy: Policy {
-            limits: Limits { value_bytes_max: 1 << 20, ..Limits::default() },
-            auto_release: AutoRelease::Any,
-            orphan_ttl: Span::ZERO,
-        },
+        policy: policy(),
         election_timeout: Duration::from_millis(100),
         heartbeat_interval: Duration::from_millis(30),
         snapshot_entries: 100_000,
@@ -149,4 +157,60 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     member.close(&client, true, false);
     member.settle().await;
     member.stop();
+}
+
+/// A member that has just been started and has heard of nobody.
+fn lone_replica() -> Replica {
+    let member = Member {
+        node: "a".into(),
+        peer_addr: "127.0.0.1:1".into(),
+        client_addr: "127.0.0.1:2".into(),
+        witness: false,
+        disk: None,
+    };
+    let machine = Machine::new([7; 16], [(1, member)].into());
+    let mut metadata = SnapshotMetadata { index: 1, term: 1, ..SnapshotMetadata::default() };
+    metadata.set_conf_state(ConfState { voters: vec![1], ..ConfState::default() });
+    let data = machine.snapshot().into();
+    let recovered = Recovered {
+        hard_state: HardState { commit: 1, term: 1, ..HardState::default() },
+        notes: std::collections::BTreeMap::new(),
+        snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
+        entries: Vec::new(),
+        cut: false,
+    };
+    let config = ReplicaConfig {
+        raft: RaftConfig { id: 1, election_ticks: 100, heartbeat_ticks: 15, seed: 1 },
+        witness: false,
+        policy: policy(),
+        fence: 1,
+        seed: 1,
+        run: Run::new(1, 1),
+        start: Start { disk: 1, client_addr: String::new(), version: 1, witness: false },
+        snapshot_entries: 100_000,
+        snapshot_bytes: 64 << 20,
+    };
+    Replica::new(config, recovered, Timestamp(0)).unwrap()
+}
+
+/// GUARANTEES 48: when a member without a leader has accepted as much as it can keep, it refuses what makes more work,
+/// but not what gives something back, and never the end of a session: its locks would stay.
+#[test]
+fn the_end_of_a_session_is_not_lost_behind_a_full_backlog() {
+    let mut replica = lone_replica();
+    let mut submit = |request, action: Action<'_>| {
+        let (session, request) = (Run::new(1, 1).session(1), RequestId(request));
+        let item = Item { session, epoch: 0, request, keep: false, action };
+        replica.submit(&item, Some(Span::ZERO))
+    };
+    let value = vec![7; 1 << 20];
+    let push = || Action::Command(Command::Push { key: b"k", end: End::Left, value: &value });
+    let mut taken = 0;
+    while submit(taken, push()) {
+        taken += 1;
+        assert!(taken <= 128, "there is no bound");
+    }
+    assert!(submit(1000, Action::Command(Command::RenewSession { lease: Span::from_secs(9) })));
+    assert!(submit(1001, Action::Close { orderly: true, referenced: false }));
+    assert!(!submit(1002, push()));
 }
