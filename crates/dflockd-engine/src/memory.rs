@@ -4,8 +4,9 @@
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
 //! watch of one key lives in that key's shard as well, a watch with wildcards in all of them.
 
-use std::sync::Arc;
+use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use dflockd_core::{
@@ -13,6 +14,7 @@ use dflockd_core::{
     LockView, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, SessionView, Shared,
     Span, Store, Subscription, Survey, Tally, Timestamp, is_literal,
 };
+use foldhash::fast::FixedState;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -782,12 +784,13 @@ fn memory(engine: &Engine) -> &Memory {
     }
 }
 
-/// 32-bit FNV-1a.
+/// The shard of a key: by a hash with a seed of this process, or somebody could choose keys that all meet in one shard.
 fn shard_of(key: &[u8]) -> usize {
-    let hash = key
-        .iter()
-        .fold(0x811c_9dc5_u32, |hash, &byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
-    hash as usize % KEY_SHARDS
+    static SEED: LazyLock<FixedState> = LazyLock::new(|| FixedState::with_seed(rand::random()));
+    let mut hasher = SEED.build_hasher();
+    hasher.write(key);
+    // The upper bits are the better mixed ones.
+    (hasher.finish() >> 32) as usize % KEY_SHARDS
 }
 
 /// State that a panic left half changed must not be used by anybody.

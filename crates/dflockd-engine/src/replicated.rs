@@ -9,6 +9,10 @@
 //! log, and then the answers. To wake a thread for each of these steps costs more than the steps. The thread `replica`
 //! (`replica/driver.rs`) does what takes long and looks at the time.
 
+mod inputs;
+#[cfg(test)]
+mod tests;
+
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,7 +20,6 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering,
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use bytes::Bytes;
 use dflockd_core::{
     Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Store, Timestamp,
 };
@@ -32,11 +35,11 @@ use crate::replica::log::Room;
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
 use crate::replica::types::{Action, Bits128, Doors, Item, Member, Policy, RaftId, Run};
-use crate::replica::{
-    MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, StateCopy, Status, codec, grows,
-    is_given,
-};
+use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, is_given, urgency};
 use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+
+use self::inputs::Head;
+pub(crate) use self::inputs::{Input, Inputs};
 
 /// Places of locks that are looked at in one go: everybody else waits meanwhile.
 const SLOTS_MAX: usize = 50_000;
@@ -115,59 +118,6 @@ enum Waits {
 
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
 type Job = Box<dyn FnOnce(Option<&Machine>) + Send>;
-
-/// What the replica has to take.
-#[derive(Default)]
-pub(crate) struct Inputs {
-    /// Items in the form of the log, one behind the other.
-    items: Vec<u8>,
-    heads: Vec<Head>,
-    pub(crate) others: Vec<Input>,
-    /// Some of it takes long and is left to the replica's thread.
-    heavy: bool,
-}
-
-impl Inputs {
-    fn is_empty(&self) -> bool {
-        self.heads.is_empty() && self.others.is_empty()
-    }
-}
-
-struct Head {
-    end: usize,
-    session: SessionId,
-    request: RequestId,
-    keep: bool,
-    wait: Option<Span>,
-    grows: bool,
-}
-
-/// What is no client's command.
-pub(crate) enum Input {
-    Frame { from: RaftId, bytes: Bytes, bulk: bool },
-    Unreachable { peer: RaftId, refused: bool },
-    Written(u64),
-    Snapshot(Option<MadeSnapshot>),
-    Room { low: bool },
-    Read { session: SessionId, request: RequestId, query: OwnedQuery },
-    Job { id: u64, linear: bool },
-    Admin { id: u64, request: AdminRequest },
-}
-
-impl Input {
-    /// Whether it may take long.
-    fn is_heavy(&self) -> bool {
-        match self {
-            Self::Frame { bulk, .. } => *bulk,
-            Self::Snapshot(_) | Self::Job { .. } => true,
-            Self::Unreachable { .. }
-            | Self::Written(_)
-            | Self::Room { .. }
-            | Self::Read { .. }
-            | Self::Admin { .. } => false,
-        }
-    }
-}
 
 /// The cluster as this node sees it.
 #[derive(Clone, Debug)]
@@ -465,7 +415,9 @@ impl Replicated {
         }
         let answered = !matches!(command, Command::Acknowledge { .. } | Command::Cancel { .. });
         let wait = answered.then(|| wait_of(&command));
-        self.put(by, request, keep, Action::Command(command), wait);
+        if !self.put(by, request, keep, Action::Command(command), wait) {
+            return self.too_much(keep);
+        }
         if answered {
             Submitted::Later(crate::memory::Place::ANY)
         } else {
@@ -478,8 +430,18 @@ impl Replicated {
         if let Some(refused) = self.refuse(by) {
             return refused;
         }
-        self.put(by, request, false, action, Some(Span::ZERO));
+        if !self.put(by, request, false, action, Some(Span::ZERO)) {
+            return self.too_much(false);
+        }
         Submitted::Later(crate::memory::Place::ANY)
+    }
+
+    /// The answer to a request that finds too many others before it. Nothing has come of it; but what is repeated may
+    /// have had its effect before, through this node or another.
+    fn too_much(&self, keep: bool) -> Submitted {
+        self.gauges.proposals_failed.fetch_add(1, Ordering::Relaxed);
+        let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
+        Submitted::Done(Outcome::Refused(why))
     }
 
     /// Why nothing can be done for a session, if so.
@@ -519,7 +481,9 @@ impl Replicated {
             return refused;
         }
         let (session, query) = (by.id(), query.into());
-        self.give(Input::Read { session, request, query });
+        if !self.give(Input::Read { session, request, query }) {
+            return self.too_much(false);
+        }
         Submitted::Later(crate::memory::Place::ANY)
     }
 
@@ -606,6 +570,7 @@ impl Replicated {
         }
     }
 
+    /// False: there is too much to do already, and nothing will come of it.
     fn put(
         &self,
         by: &Attachment,
@@ -613,10 +578,14 @@ impl Replicated {
         keep: bool,
         action: Action<'_>,
         wait: Option<Span>,
-    ) {
-        by.session.touch(0);
+    ) -> bool {
         let epoch = u32::try_from(by.epoch()).unwrap_or(u32::MAX);
-        self.put_item(by.id(), epoch, request, keep, action, wait);
+        let is_put = self.put_item(by.id(), epoch, request, keep, action, wait);
+        if is_put {
+            // A session that nobody but this node has heard of needs no end in the log.
+            by.session.touch(0);
+        }
+        is_put
     }
 
     fn put_item(
@@ -627,14 +596,14 @@ impl Replicated {
         keep: bool,
         action: Action<'_>,
         wait: Option<Span>,
-    ) {
-        let grows = grows(&action);
-        let mut inputs = self.inputs.lock();
-        codec::put_item(&mut inputs.items, &Item { session, epoch, request, keep, action });
-        let end = inputs.items.len();
-        inputs.heads.push(Head { end, session, request, keep, wait, grows });
-        drop(inputs);
-        self.stir();
+    ) -> bool {
+        let urgency = urgency(&action);
+        let item = Item { session, epoch, request, keep, action };
+        let is_put = self.inputs.lock().put_item(&item, wait, urgency);
+        if is_put {
+            self.stir();
+        }
+        is_put
     }
 
     // ---- Turning to the replica ----
@@ -673,7 +642,7 @@ impl Replicated {
         let replica = || {
             self.stirred.load(Ordering::SeqCst)
                 && !self.seat.is_locked()
-                && !self.inputs.lock().heavy
+                && !self.inputs.lock().is_heavy()
         };
         replica() || self.desk().is_some_and(|desk| desk.wants_writer(&self.clock))
     }
@@ -703,7 +672,7 @@ impl Replicated {
 
     fn try_pass(&self) {
         let Some(seat) = self.seat.try_lock() else { return };
-        if self.inputs.lock().heavy {
+        if self.inputs.lock().is_heavy() {
             drop(seat);
             return self.call();
         }
@@ -726,7 +695,11 @@ impl Replicated {
     pub(crate) fn written(&self, number: Option<u64>, room: Option<Room>) {
         let room = room.map(|room| Input::Room { low: room == Room::Low });
         let news = number.map(Input::Written).into_iter().chain(room);
-        self.inputs.lock().others.extend(news);
+        let mut inputs = self.inputs.lock();
+        for input in news {
+            inputs.put(input);
+        }
+        drop(inputs);
         self.stirred.store(true, Ordering::SeqCst);
     }
 
@@ -748,7 +721,7 @@ impl Replicated {
         let mut pokes = Pokes::new();
         self.stirred.store(false, Ordering::SeqCst);
         std::mem::swap(&mut *self.inputs.lock(), &mut taken.inputs);
-        let (now, before) = (taken.inputs.heads.len(), self.taken.load(Ordering::Relaxed));
+        let (now, before) = (taken.inputs.items(), self.taken.load(Ordering::Relaxed));
         self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
         let due = taken.pass(self, &mut pokes);
         bomb.defuse();
@@ -792,12 +765,11 @@ impl Replicated {
         self.stopped.load(Ordering::SeqCst) || self.fatal.get().is_some()
     }
 
-    pub(crate) fn give(&self, input: Input) {
+    /// False: there is too much already, and it is left out.
+    pub(crate) fn give(&self, input: Input) -> bool {
         let heavy = input.is_heavy();
-        {
-            let mut inputs = self.inputs.lock();
-            inputs.others.push(input);
-            inputs.heavy |= heavy;
+        if !self.inputs.lock().put(input) {
+            return false;
         }
         if heavy {
             self.stirred.store(true, Ordering::SeqCst);
@@ -805,16 +777,20 @@ impl Replicated {
         } else {
             self.stir();
         }
+        true
     }
 
     /// The same, and turns to the replica at once if the load is light.
-    pub(crate) fn bring(&self, input: Input) {
+    pub(crate) fn bring(&self, input: Input) -> bool {
         if input.is_heavy() || !self.is_light() || !self.has_begun.load(Ordering::SeqCst) {
             return self.give(input);
         }
-        self.inputs.lock().others.push(input);
+        if !self.inputs.lock().put(input) {
+            return false;
+        }
         self.stirred.store(true, Ordering::SeqCst);
         self.turn(Waits::No);
+        true
     }
 
     // ---- For the replica's thread ----
@@ -847,7 +823,7 @@ impl Replicated {
             loop {
                 let due = self.due.load(Ordering::SeqCst);
                 self.armed.store(due, Ordering::SeqCst);
-                let wanted = inputs.heavy || self.tender.get().is_none() && !inputs.is_empty();
+                let wanted = inputs.is_heavy() || self.tender.get().is_none() && !inputs.is_empty();
                 let wait = self.clock.until(Timestamp(due));
                 if wanted || wait.is_zero() || self.is_over() {
                     break;
@@ -862,12 +838,9 @@ impl Replicated {
 
     /// Gives the replica what has come; the buffers stay.
     pub(crate) fn feed(&self, inputs: &mut Inputs, replica: &mut Replica, outputs: &mut Outputs) {
-        let mut begin = 0;
-        for head in inputs.heads.drain(..) {
-            let bytes = &inputs.items[begin..head.end];
-            begin = head.end;
-            let Head { session, request, keep, wait, grows, .. } = head;
-            let taken = replica.submit_encoded(bytes, session, request, keep, wait, grows);
+        inputs.take_items(|bytes, head| {
+            let Head { session, request, keep, wait, urgency, .. } = head;
+            let taken = replica.submit_encoded(bytes, session, request, keep, wait, urgency);
             if !taken && wait.is_some() {
                 // What is repeated may have had its effect before, through this node or another.
                 let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
@@ -875,10 +848,8 @@ impl Replicated {
                 let effect = Effect::Reply { session, request, outcome };
                 outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
             }
-        }
-        inputs.items.clear();
-        inputs.heavy = false;
-        for input in inputs.others.drain(..) {
+        });
+        for input in inputs.take_others() {
             match input {
                 Input::Frame { from, bytes, bulk: _ } => replica.handle_frame(from, bytes),
                 Input::Unreachable { peer, refused } => replica.handle_unreachable(peer, refused),
@@ -891,6 +862,7 @@ impl Replicated {
                 Input::Admin { id, request } => replica.admin(id, request),
             }
         }
+        inputs.tidy();
     }
 
     /// There is no cluster to change.

@@ -45,6 +45,7 @@ pub(crate) async fn start(
     config: &Config,
     cluster: &ClusterConfig,
     bound: SocketAddr,
+    strangers_max: u64,
 ) -> anyhow::Result<Arc<Replicated>> {
     let client_addr = match &cluster.advertise_addr {
         Some(addr) => addr.to_string(),
@@ -70,7 +71,10 @@ pub(crate) async fn start(
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
             credentials: credentials(cluster, [cluster.secret.as_ref(), None])?,
-            limits: TransportLimits::default(),
+            limits: TransportLimits {
+                strangers_max: usize::try_from(strangers_max)?,
+                ..TransportLimits::default()
+            },
         },
         peer_addr: cluster.dial_addr().to_string(),
         client_addr,

@@ -39,6 +39,9 @@ const COUNT_MAX: u64 = i64::MAX as u64;
 
 const UNLIMITED: Count = Count { min: 0, max: COUNT_MAX, zero: "unlimited" };
 
+/// Of connections: what the limit of open files leaves for them.
+const BY_DESCRIPTORS: Count = Count { min: 0, max: COUNT_MAX, zero: "by the limit of open files" };
+
 /// Makes [`Config`], the table behind [`settings`] and the resolver from the list below.
 ///
 /// An ordinary setting is `field: type = rule, flag, variable [or older variable], default [needs
@@ -158,7 +161,7 @@ settings! {
     max_value_bytes: u64 = Count { min: 1, max: 1_048_576, zero: "" },
         "max-value-bytes", "DFLOCKD_MAX_VALUE_BYTES", "65533";
     /// Most TCP connections.
-    max_connections: u64 = UNLIMITED, "max-connections", "DFLOCKD_MAX_CONNECTIONS", "0";
+    max_connections: u64 = BY_DESCRIPTORS, "max-connections", "DFLOCKD_MAX_CONNECTIONS", "0";
     /// Most TCP connections of one source address.
     max_connections_per_ip: u64 = UNLIMITED,
         "max-connections-per-ip", "DFLOCKD_MAX_CONNECTIONS_PER_IP", "0";
@@ -238,6 +241,9 @@ settings! {
     /// Most open HTTP sessions of one source address.
     http_max_sessions_per_ip: u64 = UNLIMITED,
         "http-max-sessions-per-ip", "DFLOCKD_HTTP_MAX_SESSIONS_PER_IP", "0";
+    /// Most HTTP connections.
+    http_max_connections: u64 = BY_DESCRIPTORS,
+        "http-max-connections", "DFLOCKD_HTTP_MAX_CONNECTIONS", "0";
     /// Most HTTP connections of one source address.
     http_max_connections_per_ip: u64 = UNLIMITED,
         "http-max-connections-per-ip", "DFLOCKD_HTTP_MAX_CONNECTIONS_PER_IP", "0";
@@ -259,6 +265,13 @@ settings! {
     /// gRPC bind address.
     grpc_host: Option<String> = Optional(Text),
         "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
+    /// Most gRPC connections.
+    grpc_max_connections: u64 = BY_DESCRIPTORS,
+        "grpc-max-connections", "DFLOCKD_GRPC_MAX_CONNECTIONS", "0";
+    /// Time after which a gRPC connection without an open call is closed, whether it answers pings or not; before its
+    /// first authenticated call it is --read-timeout if that is shorter.
+    grpc_idle_timeout: Duration = Seconds { min: 0, zero: "off" },
+        "grpc-idle-timeout", "DFLOCKD_GRPC_IDLE_TIMEOUT_S", "300";
     /// Refuse to start without an auth token.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
     /// Form of the log lines on stderr.
@@ -881,7 +894,6 @@ impl Config {
         let web = http.or(grpc);
         let Some((flag, host)) = line.or(web) else { return Vec::new() };
         let limits = [
-            (line.is_some(), "--max-connections", self.max_connections),
             (line.is_some(), "--max-connections-per-ip", self.max_connections_per_ip),
             (true, "--max-waiters", self.max_waiters),
             (web.is_some(), "--http-max-sessions", self.http_max_sessions),
@@ -2769,7 +2781,7 @@ mod tests {
         assert_eq!(
             both.warnings(),
             ["--host 10.0.0.1 is not a loopback address and these limits are unlimited: \
-              --max-connections, --max-connections-per-ip, --max-waiters, --http-max-sessions, \
+              --max-connections-per-ip, --max-waiters, --http-max-sessions, \
               --http-max-sessions-per-ip, --http-max-connections-per-ip, --http-rate-limit-per-ip"]
         );
         let http = config(&["--http-port=8080", "--http-host=::", "--max-waiters=1"], &[]);
@@ -2837,7 +2849,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 69);
+        assert_eq!(settings.len(), 79);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

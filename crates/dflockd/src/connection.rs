@@ -8,6 +8,7 @@
 //! What other connections cause (grants, pushes) arrives in the [`Inbox`], which any thread may fill.
 
 use std::collections::{HashMap, VecDeque};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -19,6 +20,7 @@ use parking_lot::Mutex;
 
 use crate::audit::{By, Deed};
 use crate::config::FollowerMode;
+use crate::logging;
 use crate::operate::{self, Backup};
 use crate::report;
 use crate::service::Service;
@@ -310,7 +312,7 @@ impl Connection {
         }
         let replicated = self.service.engine.replicated().is_some();
         if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX && !replicated {
-            tracing::warn!(peer = %self.peer, "too much input behind a blocking command");
+            self.log("too much input behind a blocking command");
             self.phase = Phase::Over;
         }
         self.arm();
@@ -330,7 +332,7 @@ impl Connection {
         self.now = self.service.engine.clock().now();
         let ending = self.inbox.ending.swap(false, Ordering::AcqRel);
         if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
-            tracing::warn!(peer = %self.peer, "closed: it reads its pushes too slowly");
+            self.log("closed: it reads its pushes too slowly");
             // What was put aside stays there: after a line that was dropped nothing more may be told.
             self.phase = Phase::Over;
             return self.arm();
@@ -686,7 +688,7 @@ impl Connection {
 
     fn refuse_stranger(&mut self) {
         self.service.metrics.auth_failed(Door::Line);
-        tracing::warn!(peer = %self.peer, conn = self.me.id().0, "authentication failed");
+        self.log("authentication failed");
         self.respond(None, &Response::Error(ErrorCode::Auth));
         self.phase = Phase::Closing(self.now + AUTH_PAUSE);
     }
@@ -721,13 +723,18 @@ impl Connection {
         | Request::EndSession { token, .. }
         | Request::Cluster { token, .. } = *request
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
-            && !self.is_admin(token)
         {
-            self.service.metrics.auth_failed(Door::Line);
-            tracing::warn!(peer = %self.peer, conn = self.me.id().0, "admin authentication failed");
-            self.respond(number, &Response::Error(ErrorCode::Auth));
-            self.phase = Phase::Closing(self.now + AUTH_PAUSE);
-            return;
+            if !self.is_admin(token) {
+                self.service.metrics.auth_failed(Door::Line);
+                self.log("admin authentication failed");
+                self.respond(number, &Response::Error(ErrorCode::Auth));
+                self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+                return;
+            }
+            // What can not be written down is not done.
+            if !logging::audit_has_room() {
+                return self.respond(number, &Response::Error(ErrorCode::Error));
+            }
         }
         match translate::ask(request, rand::random) {
             Asked::Command(command) => {
@@ -1049,8 +1056,26 @@ impl Connection {
     }
 
     fn reject(&mut self, number: Option<u64>, error: ParseError) {
-        tracing::warn!(peer = %self.peer, code = error.code, text = error.text, "parse error");
+        if let Some(suppressed) = self.log_budget("parse error") {
+            let ParseError { code, text, .. } = error;
+            tracing::warn!(peer = %self.peer, code, text, suppressed, "parse error");
+        }
         self.respond(number, &Response::Error(ErrorCode::Error));
+    }
+
+    /// Notes something that the client has caused, unless it has caused much.
+    fn log(&self, kind: &'static str) {
+        if let Some(suppressed) = self.log_budget(kind) {
+            tracing::warn!(peer = %self.peer, conn = self.me.id().0, suppressed, "{kind}");
+        }
+    }
+
+    /// Whether the client may cause one more line of a kind, and how many of them were left out before.
+    fn log_budget(&self, kind: &'static str) -> Option<Option<u64>> {
+        // Whoever is connected otherwise than through a socket has no address.
+        let address =
+            self.peer.parse::<SocketAddr>().map_or(Ipv4Addr::UNSPECIFIED.into(), |peer| peer.ip());
+        self.service.log_budget.admit(address, kind)
     }
 
     fn close(&mut self) {

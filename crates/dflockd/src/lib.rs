@@ -13,6 +13,7 @@ pub mod tls;
 mod audit;
 mod caller;
 mod cluster;
+mod descriptors;
 mod feed;
 mod grpc;
 mod http;

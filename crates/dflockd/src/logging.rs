@@ -1,35 +1,55 @@
 //! Log lines on stderr, as text in the manner of Go's `slog` or as JSON.
 //!
 //! Every event is one line whatever its values hold: they come from clients, and a key with a line
-//! break must not look like a second event. Lines go through a bounded queue to a thread of their
-//! own. When stderr blocks, lines are lost, because a lock server that waits for its log is worse
-//! than a gap in it.
+//! break must not look like a second event. Lines go through a bounded queue (`queue.rs`) to a
+//! thread of their own. When stderr blocks, lines are lost, because a lock server that waits for its
+//! log is worse than a gap in it; only lines about what operators did are not.
+
+mod queue;
 
 use std::error::Error;
 use std::fmt::{self, Write};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tracing::field::{Field, Visit};
 use tracing::{Event, Subscriber};
-use tracing_appender::non_blocking::{NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
 
+use self::queue::Queue;
 use crate::config::LogFormat;
 
-/// Lines that may wait for a slow stderr: some megabytes at most.
-const QUEUED_LINES_MAX: usize = 16_384;
+/// How long the end of the process waits for a slow stderr.
+const LAST_LINES: Duration = Duration::from_secs(1);
 
 /// The largest integer that every JSON reader keeps exact; fences lie above it.
 const JSON_INTEGER_MAX: u128 = (1 << 53) - 1;
 
 /// Keeps the log running. Dropping it writes out what is queued, for about a second at most.
 #[must_use = "without the guard the last lines are lost"]
-#[derive(Debug)]
-pub struct Guard {
-    _worker: WorkerGuard,
+pub struct Guard(Arc<Queue>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.close(LAST_LINES);
+    }
+}
+
+/// The queue that the events of this process go through.
+static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
+
+/// Whether there is room for lines about what operators do. If not, stderr is stuck, and operators have to wait: nothing
+/// is to happen that nobody can read about.
+pub(crate) fn audit_has_room() -> bool {
+    QUEUE.get().is_none_or(|queue| queue.has_room())
+}
+
+/// How many lines were lost because stderr was too slow.
+pub(crate) fn lines_lost() -> u64 {
+    QUEUE.get().map_or(0, |queue| queue.lost())
 }
 
 /// Sends the events of the whole process to stderr: level INFO and above, DEBUG too if `debug` is
@@ -37,14 +57,21 @@ pub struct Guard {
 ///
 /// A second call in one process, as in tests, changes nothing.
 pub fn init(format: LogFormat, debug: bool) -> Guard {
-    let (writer, worker) = NonBlockingBuilder::default()
-        .lossy(true)
-        .buffered_lines_limit(QUEUED_LINES_MAX)
-        .thread_name("log")
-        .finish(std::io::stderr());
+    let queue = Arc::new(Queue::default());
+    let lines = queue::Lines(Arc::clone(&queue));
     // The error says only that somebody was first.
-    let _ = tracing::subscriber::set_global_default(subscriber(format, debug, writer));
-    Guard { _worker: worker }
+    if tracing::subscriber::set_global_default(subscriber(format, debug, lines)).is_ok() {
+        let _ = QUEUE.set(Arc::clone(&queue));
+    }
+    let writer = Arc::clone(&queue);
+    let tell_lost = |count| tracing::warn!(count, "log lines were lost: stderr is too slow");
+    let started = std::thread::Builder::new()
+        .name("log lines".into())
+        .spawn(move || writer.run(std::io::stderr(), tell_lost));
+    if let Err(error) = started {
+        eprintln!("no log: {error}");
+    }
+    Guard(queue)
 }
 
 fn subscriber<W>(format: LogFormat, debug: bool, writer: W) -> impl Subscriber + Send + Sync

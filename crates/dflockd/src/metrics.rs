@@ -30,6 +30,7 @@ pub(crate) use self::page::CONTENT_TYPE;
 use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
+use crate::logging;
 use crate::service::{Service, seconds};
 
 /// The route of requests that match none.
@@ -64,6 +65,7 @@ impl Default for LineRequests {
 #[derive(Default)]
 struct DoorCounts {
     connections: AtomicU64,
+    connections_max: AtomicU64,
     refused: AtomicU64,
     auth_failures: AtomicU64,
 }
@@ -144,6 +146,13 @@ impl Metrics {
         self.doors[door as usize].connections.fetch_sub(1, Relaxed);
     }
 
+    /// So many connections each protocol can have.
+    pub(crate) fn set_connections_max(&self, max: impl Fn(Door) -> u64) {
+        for door in [Door::Line, Door::Http, Door::Grpc] {
+            self.doors[door as usize].connections_max.store(max(door), Relaxed);
+        }
+    }
+
     /// There was no room for a connection.
     pub(crate) fn connection_refused(&self, door: Door) {
         self.doors[door as usize].refused.fetch_add(1, Relaxed);
@@ -193,6 +202,8 @@ impl Metrics {
         let labels = [env!("CARGO_PKG_VERSION").to_owned(), mode.to_owned()];
         page.values(&n::BUILD_INFO, [(labels, 1u64)]);
         page.value(&n::EVENT_FOLLOWERS, service.feed.followers());
+        page.value(&n::LOG_SUPPRESSED, service.log_budget.suppressed());
+        page.value(&n::LOG_LOST, logging::lines_lost());
     }
 
     fn add_doors(&self, page: &mut Page, service: &Service) {
@@ -208,6 +219,7 @@ impl Metrics {
             }),
         );
         let counts = |door: Door| &self.doors[door as usize];
+        page.by(&n::CONNECTIONS_MAX, each(&|door| counts(door).connections_max.load(Relaxed)));
         page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
         page.by(&n::AUTH_FAILURES, each(&|door| counts(door).auth_failures.load(Relaxed)));
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use dflockd_engine::{Clock, Engine, Replicated};
+use dflockd_engine::{Clock, Engine, Replicated, Suppressed};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
@@ -15,6 +15,7 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::cluster;
 use crate::config::{Config, Secret};
+use crate::descriptors::{self, Connections, Descriptors};
 use crate::grpc;
 use crate::http::{App, Listener};
 use crate::service::Service;
@@ -87,26 +88,31 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let http_address = http_socket.as_ref().map(TcpListener::local_addr).transpose()?;
     let grpc_socket = listen_if(config.grpc_address()).await?;
     let grpc_address = grpc_socket.as_ref().map(TcpListener::local_addr).transpose()?;
+    let workers = worker_threads(&config);
+    let descriptors = Descriptors::of_process(&config, workers);
+    let connections = Arc::new(Connections::new(&config, descriptors));
     let service = Arc::new(match config.replicated() {
         None => Service::new(&config, Clock::system(), background)?,
         Some(cluster) => {
-            let member = cluster::start(&config, cluster, address).await?;
+            let member = cluster::start(&config, cluster, address, descriptors.strangers).await?;
             Service::around(&config, Engine::Replicated(member), background)?
         }
     });
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
+    connections.log(&config, descriptors);
+    service.metrics.set_connections_max(|door| connections.max(door));
 
     if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {
         member.set_doors(cluster::doors(&config, cluster, http_address, grpc_address));
     }
     service.engine.start()?;
-    let (max, per_address) = (config.max_connections, config.max_connections_per_ip);
-    let workers = worker_threads(&config);
     let http = http_socket.map(|socket| {
         let app = Arc::new(App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
         let per_address = config.http_max_connections_per_ip;
-        let listener = Listener::start(Arc::clone(&app), socket, tls.as_ref(), per_address);
+        let connections = Arc::clone(&connections);
+        let listener =
+            Listener::start(Arc::clone(&app), socket, tls.as_ref(), connections, per_address);
         Http { app, listener }
     });
     if let Some(address) = http_address {
@@ -115,15 +121,17 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let grpc = grpc_socket.map(|socket| {
         let app = Arc::new(grpc::App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let per_address = config.http_max_connections_per_ip;
-        let listener = grpc::Listener::start(&app, socket, tls.as_ref(), per_address)?;
+        let limits = grpc::Limits::of(&config);
+        let connections = Arc::clone(&connections);
+        let listener = grpc::Listener::start(&app, socket, tls.as_ref(), connections, limits)?;
         anyhow::Ok(Grpc { app, listener })
     });
     let grpc = grpc.transpose()?;
     if let Some(address) = grpc_address {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
-    let peers = Peers::start(Arc::clone(&service), tls, max, per_address, workers)
+    let per_address = config.max_connections_per_ip;
+    let peers = Peers::start(Arc::clone(&service), tls, connections, per_address, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
@@ -169,10 +177,18 @@ impl Running {
             }
         };
         let told = async {
-            while let Some(signal) = signals.recv().await {
-                match signal {
-                    Signal::Reload => self.reload(),
-                    Signal::Terminate => break,
+            let mut reloads = false;
+            loop {
+                tokio::select! {
+                    signal = signals.recv() => match signal {
+                        Some(Signal::Reload) => reloads = true,
+                        Some(Signal::Terminate) | None => break,
+                    },
+                    // Files that can not be opened now are not missing.
+                    () = descriptors::some_free(), if reloads => {
+                        reloads = false;
+                        self.reload();
+                    }
                 }
             }
         };
@@ -385,5 +401,9 @@ async fn tidy(service: Arc<Service>) {
     loop {
         tokio::time::sleep(TIDY).await;
         service.forget_stats();
+        for Suppressed { peer, kind, count } in service.log_budget.settle() {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(peer, kind, count, "log lines left out");
+        }
     }
 }

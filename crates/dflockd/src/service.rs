@@ -1,5 +1,6 @@
 //! What all connections share: the engine, the settings they look at, the tokens, the drain.
 
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -10,7 +11,7 @@ use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderValue};
 use dflockd_core::{Limits, Shared, Span};
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Clock, Engine, FenceFile, Fences, Memory, Options};
+use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
 use parking_lot::Mutex;
 
 use crate::audit::Audit;
@@ -48,6 +49,8 @@ pub struct Service {
     pub(crate) metrics: Metrics,
     /// What operators did.
     pub(crate) audit: Audit,
+    /// How many log lines clients can cause.
+    pub(crate) log_budget: LogBudget,
     /// What they are for, and their files.
     pub(crate) certificates: Vec<(&'static str, PathBuf)>,
     /// Where traces are made, if they are wanted.
@@ -120,6 +123,7 @@ impl Service {
             feed: Feed::new(Arc::clone(&engine)),
             metrics: Metrics::new(engine.clock().now()),
             audit: Audit::new(),
+            log_budget: LogBudget::default(),
             telemetry: telemetry::start(config)?,
             engine,
             connections: AtomicUsize::new(0),
@@ -145,6 +149,15 @@ impl Service {
         let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
         let Some((scheme, credentials)) = presented.split_at_checked(7) else { return false };
         scheme.eq_ignore_ascii_case(b"bearer ") && token.matches(credentials.trim_ascii())
+    }
+
+    /// Notes that somebody had a wrong token, or none, unless there were many such lines.
+    pub(crate) fn log_unauthenticated(&self, peer: Option<IpAddr>, kind: &'static str) {
+        let address = peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        if let Some(suppressed) = self.log_budget.admit(address, kind) {
+            let peer = peer.map(tracing::field::display);
+            tracing::warn!(peer, suppressed, "{kind}");
+        }
     }
 
     /// Whether the server is shutting down.

@@ -22,6 +22,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 
 use self::worker::{Order, Worker};
+use crate::descriptors::Connections;
 use crate::service::Service;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -32,7 +33,7 @@ pub(crate) struct Peers {
     service: Arc<Service>,
     /// Swapped when the certificate is loaded again.
     pub(crate) tls: ArcSwapOption<ServerConfig>,
-    max: u64,
+    connections: Arc<Connections>,
     per_address_max: u64,
     seats: Mutex<Seats>,
     /// Notified when the last one leaves.
@@ -51,7 +52,7 @@ impl Peers {
     pub(crate) fn start(
         service: Arc<Service>,
         tls: Option<Arc<ServerConfig>>,
-        max: u64,
+        connections: Arc<Connections>,
         per_address_max: u64,
         workers: usize,
     ) -> io::Result<Arc<Self>> {
@@ -65,7 +66,7 @@ impl Peers {
         let peers = Arc::new(Self {
             service,
             tls: ArcSwapOption::new(tls),
-            max,
+            connections,
             per_address_max,
             seats: Mutex::default(),
             empty: Notify::new(),
@@ -106,7 +107,10 @@ impl Peers {
     fn admit(&self, stream: TcpStream, address: SocketAddr) {
         if !self.take_seat(address) {
             self.service.metrics.connection_refused(Door::Line);
-            tracing::warn!(peer = %address, "connection cap reached");
+            let kind = "connection cap reached";
+            if let Some(suppressed) = self.service.log_budget.admit(address.ip(), kind) {
+                tracing::warn!(peer = %address, suppressed, "{kind}");
+            }
             return;
         }
         let worker = self.workers.iter().min_by_key(|worker| worker.load());
@@ -116,13 +120,14 @@ impl Peers {
     fn take_seat(&self, address: SocketAddr) -> bool {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        if self.max > 0 && seats.total >= self.max {
+        let here = seats.by_address.get(&address).copied().unwrap_or(0);
+        if self.per_address_max > 0 && here >= self.per_address_max {
+            return false;
+        }
+        if !self.connections.enter(Door::Line) {
             return false;
         }
         let here = seats.by_address.entry(address).or_default();
-        if self.per_address_max > 0 && *here >= self.per_address_max {
-            return false;
-        }
         *here += 1;
         seats.total += 1;
         self.service.connections.fetch_add(1, Ordering::Relaxed);
@@ -133,6 +138,7 @@ impl Peers {
     fn leave_seat(&self, address: IpAddr) {
         let address = address.to_canonical();
         let mut seats = self.seats.lock();
+        self.connections.leave(Door::Line);
         seats.total -= 1;
         if let Some(here) = seats.by_address.get_mut(&address) {
             *here -= 1;

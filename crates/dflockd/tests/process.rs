@@ -9,6 +9,7 @@ mod process {
     mod caps;
     mod contention;
     mod crowd;
+    mod descriptors;
     mod fences;
     mod hostile;
     mod leases;

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::io::Errno;
+use thiserror::Error;
 
 /// The files of one data directory.
 pub trait Disk {
@@ -234,14 +236,32 @@ fn write_zeros(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Whether the operating system refused to open one more file: the process, or the whole system, has too many open. What
+/// was asked for was not begun then, and may be asked for again.
+#[must_use]
+pub fn is_out_of_descriptors(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<OnFile>());
+    let code = inner.map_or(error, |inner| &inner.error).raw_os_error();
+    [Errno::MFILE, Errno::NFILE].map(|errno| Some(errno.raw_os_error())).contains(&code)
+}
+
 /// Says what failed on which file, and keeps the kind of the error. A full quota is a full disk to us.
 fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> io::Error {
     let path = path.to_owned();
     move |error| {
         let is_quota = error.kind() == ErrorKind::QuotaExceeded;
         let kind = if is_quota { ErrorKind::StorageFull } else { error.kind() };
-        io::Error::new(kind, format!("cannot {action} {}: {error}", path.display()))
+        io::Error::new(kind, OnFile { action, path, error })
     }
+}
+
+/// What the operating system said about a file. Kept as it is, because not every code has a kind.
+#[derive(Debug, Error)]
+#[error("cannot {action} {}: {error}", path.display())]
+struct OnFile {
+    action: &'static str,
+    path: PathBuf,
+    error: io::Error,
 }
 
 #[cfg(test)]
@@ -326,6 +346,23 @@ mod tests {
         let mut byte = [0];
         let error = disk.read("missing", 0, &mut byte).unwrap_err();
         assert!(error.to_string().contains("missing"), "{error}");
+    }
+
+    #[test]
+    fn a_refused_descriptor_is_told_from_other_failures() {
+        let path = Path::new("file");
+        for errno in [Errno::MFILE, Errno::NFILE] {
+            let error = io::Error::from_raw_os_error(errno.raw_os_error());
+            assert!(is_out_of_descriptors(&error));
+            let error = failed("create", path)(error);
+            assert!(is_out_of_descriptors(&error), "{error}");
+            assert!(error.to_string().starts_with("cannot create file: "), "{error}");
+        }
+        for errno in [Errno::NOSPC, Errno::IO, Errno::ACCESS, Errno::BUSY] {
+            let error = io::Error::from_raw_os_error(errno.raw_os_error());
+            assert!(!is_out_of_descriptors(&failed("create", path)(error)));
+        }
+        assert!(!is_out_of_descriptors(&io::Error::other("Too many open files")));
     }
 
     #[test]

@@ -9,9 +9,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use dflockd_core::{Span, Timestamp};
@@ -20,13 +20,14 @@ use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
 use super::codec::{self, Frame};
-use super::disk::{Disk, RealDisk};
+use super::disk::{Disk, RealDisk, is_out_of_descriptors};
 use super::log::{LogBatch, LogOptions, LogStore, Recovered, Room, write_snapshot};
 use super::machine::Machine;
 use super::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
 use super::types::{Bits128, Member, Policy, RaftId, Run, Start};
 use super::{
-    Gone, LogWrite, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note, version,
+    Gone, LogWrite, MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK,
+    note, version,
 };
 use crate::clock::{Clock, unix_nanos};
 use crate::replicated::{Input, Inputs, Replicated};
@@ -41,6 +42,12 @@ const SLOW_DISK: Span = Span::from_millis(50);
 const SLOW_DISK_PAUSE: Span = Span::from_secs(1);
 /// How often the log's thread looks whether a full disk has room again.
 const ROOM_LOOK: Duration = Duration::from_secs(1);
+/// Pauses between attempts to open a file while the process has no descriptor for it: each is twice as long as the one
+/// before.
+const DESCRIPTOR_PAUSE_MIN: Duration = Duration::from_millis(10);
+const DESCRIPTOR_PAUSE_MAX: Duration = Duration::from_millis(500);
+/// How long a finished snapshot waits for a descriptor before it is given up.
+const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(60);
 
 /// How a node comes to a cluster if its data directory is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -330,6 +337,15 @@ impl LogJob {
             Self::Note(..) => false,
         }
     }
+
+    /// Whether it counts only when it is durable.
+    fn wants_sync(&self) -> bool {
+        match self {
+            Self::Write(write) => write.sync,
+            Self::Note(..) => true,
+            Self::SnapshotStored(_) | Self::CutBefore(..) => false,
+        }
+    }
 }
 
 /// Where the log is written, by one at a time: who finds it busy leaves, because the one who is at it looks again.
@@ -342,6 +358,8 @@ pub(crate) struct Desk {
     came: Condvar,
     /// Until then the disk is slow.
     slow_until: AtomicU64,
+    /// The log waits for a descriptor, which is for its own thread: nobody else has to wait with it.
+    starved: AtomicBool,
 }
 
 struct Kept {
@@ -360,6 +378,7 @@ impl Desk {
             disk,
             came: Condvar::new(),
             slow_until: AtomicU64::new(0),
+            starved: AtomicBool::new(false),
         }
     }
 
@@ -401,31 +420,34 @@ impl Desk {
 
     /// Whether jobs are for anybody and not for the log's thread.
     fn is_light(&self, jobs: &[LogJob], clock: &Clock) -> bool {
-        let is_slow = clock.now().0 < self.slow_until.load(Ordering::Relaxed);
+        let is_slow = clock.now().0 < self.slow_until.load(Ordering::Relaxed)
+            || self.starved.load(Ordering::Relaxed);
         !is_slow && !jobs.iter().any(LogJob::is_heavy)
     }
 
     /// Does all that is there. True: the replica was told something.
+    ///
+    /// What can not be done for want of a descriptor goes back to the head of the queue, with all behind it; what was
+    /// done before is told.
     fn work(&self, kept: &mut Kept, front: &Replicated) -> io::Result<bool> {
-        let (mut number, mut sync) = (None, false);
+        let (mut number, mut sync, mut lacking) = (None, false, None);
         let jobs = std::mem::take(&mut *self.jobs.lock());
-        for job in jobs {
-            match job {
-                LogJob::Write(write) => {
-                    number = Some(write.number);
-                    sync |= write.sync;
-                    kept.write(write)?;
+        let mut jobs = jobs.into_iter();
+        while let Some(mut job) = jobs.next() {
+            match kept.perform(&mut job) {
+                Ok(()) => {
+                    sync |= job.wants_sync();
+                    if let LogJob::Write(write) = job {
+                        number = Some(write.number);
+                    }
                 }
-                LogJob::Note(key, value) => {
-                    let notes = vec![(key, value)];
-                    kept.log.write(&LogBatch { notes, ..LogBatch::default() })?;
-                    sync = true;
+                Err(error) if is_out_of_descriptors(&error) => {
+                    lacking = Some(error);
+                    let left = [job].into_iter().chain(jobs);
+                    self.jobs.lock().splice(..0, left);
+                    break;
                 }
-                LogJob::SnapshotStored(metadata) => kept.log.adopt(&metadata)?,
-                LogJob::CutBefore(index, gone) => {
-                    kept.log.retire_before(index)?;
-                    kept.gone = gone;
-                }
+                Err(error) => return Err(error),
             }
         }
         if sync {
@@ -437,6 +459,7 @@ impl Desk {
                 self.slow_until.store((now + SLOW_DISK_PAUSE).0, Ordering::Relaxed);
             }
         }
+        self.set_starved(lacking.as_ref());
         // Before somebody else is at it: what is told later must not be older.
         let room = kept.room_change();
         let is_told = number.is_some() || room.is_some();
@@ -446,16 +469,40 @@ impl Desk {
         Ok(is_told)
     }
 
+    /// Whether the log waits for a descriptor. Said once, and once more when it goes on.
+    fn set_starved(&self, lacking: Option<&io::Error>) {
+        let was_starved = self.starved.swap(lacking.is_some(), Ordering::Relaxed);
+        match lacking {
+            Some(error) if !was_starved => {
+                tracing::error!(%error, "the log waits for a file descriptor");
+                self.came.notify_one();
+            }
+            None if was_starved => tracing::info!("the log has its file descriptor and goes on"),
+            Some(_) | None => {}
+        }
+    }
+
     /// What the log's thread does.
     fn attend(&self, front: &Replicated) -> io::Result<()> {
+        let mut pause = DESCRIPTOR_PAUSE_MIN;
         while !front.is_over() {
             let is_idle = {
                 let mut jobs = self.jobs.lock();
                 jobs.is_empty() && self.came.wait_for(&mut jobs, ROOM_LOOK).timed_out()
             };
+            if self.starved.load(Ordering::Relaxed) {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(DESCRIPTOR_PAUSE_MAX);
+            } else {
+                pause = DESCRIPTOR_PAUSE_MIN;
+            }
             let mut kept = self.kept.lock();
             if is_idle && kept.room == Room::Low {
-                kept.log.retry_room()?;
+                match kept.log.retry_room() {
+                    // There will be another look.
+                    Err(error) if is_out_of_descriptors(&error) => {}
+                    looked => drop(looked?),
+                }
             }
             let is_told = self.work(&mut kept, front)?;
             drop(kept);
@@ -495,17 +542,35 @@ impl Desk {
 }
 
 impl Kept {
-    fn write(&mut self, write: LogWrite) -> io::Result<()> {
-        if let Some(snapshot) = write.snapshot {
+    /// May be repeated if it [`is_out_of_descriptors`]. What is done of the job is taken from it.
+    fn perform(&mut self, job: &mut LogJob) -> io::Result<()> {
+        match job {
+            LogJob::Write(write) => self.write(write),
+            LogJob::Note(key, value) => {
+                let notes = vec![(key.clone(), value.clone())];
+                self.log.write(&LogBatch { notes, ..LogBatch::default() })
+            }
+            LogJob::SnapshotStored(metadata) => self.log.adopt(metadata),
+            LogJob::CutBefore(index, gone) => {
+                self.log.retire_before(*index)?;
+                self.gone = gone.take();
+                Ok(())
+            }
+        }
+    }
+
+    fn write(&mut self, write: &mut LogWrite) -> io::Result<()> {
+        if let Some(snapshot) = &write.snapshot {
             if snapshot.install {
                 self.log.install_snapshot(&snapshot.metadata, &snapshot.data)?;
             } else {
                 match self.log.store_snapshot(&snapshot.metadata, &snapshot.data) {
                     // The older one, and the log behind it, will do.
-                    Err(error) if error.kind() == io::ErrorKind::StorageFull => {}
+                    Err(error) if is_passing(&error) => {}
                     stored => stored?,
                 }
             }
+            write.snapshot = None;
         }
         self.log.write(&write.batch)
     }
@@ -555,10 +620,10 @@ impl Seats {
         let mut raft_id = self.gate.who.lock().raft_id;
         let mut first = None;
         while raft_id == 0 {
-            let Some(inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
+            let Some(mut inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
                 return Ok(None);
             };
-            for input in inputs.others {
+            for input in inputs.take_others() {
                 if let Input::Job { id, .. } = input {
                     self.front.refuse_job(id);
                 } else if let Input::Admin { id, .. } = input {
@@ -683,16 +748,45 @@ fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) 
     }
     match job.run() {
         Err(why) => front.fail(format!("a snapshot can not be made: {why}")),
-        Ok(made) => match write_snapshot(&mut disk, &made.metadata, &made.data) {
-            Ok(()) => front.give(Input::Snapshot(Some(made))),
-            Err(error) if error.kind() == io::ErrorKind::StorageFull => {
-                tracing::warn!("no room for a snapshot");
+        Ok(made) => match write_patiently(&mut disk, &made, front) {
+            Ok(()) => {
+                front.give(Input::Snapshot(Some(made)));
+            }
+            Err(error) if is_passing(&error) => {
+                tracing::warn!(%error, "no room for a snapshot; the next one is tried later");
                 front.give(Input::Snapshot(None));
             }
             Err(error) => front.fail(format!("a snapshot can not be written: {error}")),
         },
     }
     bomb.defuse();
+}
+
+/// Writes a snapshot, and waits for a descriptor if there is none: to make the snapshot again costs more.
+fn write_patiently(disk: &mut RealDisk, made: &MadeSnapshot, front: &Replicated) -> io::Result<()> {
+    let give_up_at = Instant::now() + SNAPSHOT_PATIENCE;
+    let mut pause = DESCRIPTOR_PAUSE_MIN;
+    loop {
+        match write_snapshot(disk, &made.metadata, &made.data) {
+            Err(error)
+                if is_out_of_descriptors(&error)
+                    && Instant::now() < give_up_at
+                    && !front.is_over() =>
+            {
+                if pause == DESCRIPTOR_PAUSE_MIN {
+                    tracing::warn!(%error, "a snapshot waits for a file descriptor");
+                }
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(DESCRIPTOR_PAUSE_MAX);
+            }
+            written => return written,
+        }
+    }
+}
+
+/// Whether a snapshot could not be written for a reason that passes. The log goes on without it.
+fn is_passing(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::StorageFull || is_out_of_descriptors(error)
 }
 
 /// Whoever panics at the replica or its log takes the process along: half of a member is worse than none.

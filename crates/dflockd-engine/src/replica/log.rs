@@ -123,7 +123,7 @@ use thiserror::Error;
 use self::format::{Header, Position, SECTOR_BYTES};
 use self::recovery::Found;
 pub use self::snapshot::{StoredSnapshot, read_snapshot, write_snapshot};
-use super::disk::Disk;
+use super::disk::{Disk, is_out_of_descriptors};
 
 const RESERVE: &str = "reserve";
 const CUT: &str = "cut";
@@ -244,6 +244,9 @@ pub enum Room {
 ///
 /// [`write`](Self::write) collects, [`sync`](Self::sync) makes everything collected durable at once. After an error of
 /// the disk nothing is accepted any more, as nobody knows what of the failed write will be there after a restart.
+///
+/// The one exception is an error that [`is_out_of_descriptors`]: no file could be opened, so nothing was begun. Whoever
+/// gets it calls the same method again later, with the same arguments, before any other that writes.
 #[derive(Debug)]
 pub struct LogStore<D> {
     disk: D,
@@ -488,7 +491,11 @@ impl<D: Disk> LogStore<D> {
         self.check_usable()?;
         self.guard(|log| {
             log.flush()?;
-            log.step_reserve()
+            match log.step_reserve() {
+                // What was asked for is durable. The next sync goes on with the reserve.
+                Err(error) if is_out_of_descriptors(&error) => Ok(()),
+                done => done,
+            }
         })
     }
 
@@ -547,7 +554,8 @@ impl<D: Disk> LogStore<D> {
         self.check_usable()?;
         self.check_newer(metadata)?;
         // Even a full disk is fatal here: if the new name is there after a restart the log is void, so nothing may be
-        // added to it any more.
+        // added to it any more. Without a descriptor there is no new name yet, and the call is repeated before anything
+        // else is written.
         self.guard(|log| write_snapshot(&mut log.disk, metadata, data))?;
         self.snapshot_installed(metadata)
     }
@@ -600,6 +608,11 @@ impl<D: Disk> LogStore<D> {
             log.step_reserve()
         })?;
         Ok(self.room())
+    }
+
+    /// Whether the next segment is complete, so that the log can go on without opening a file.
+    pub fn is_reserved(&self) -> bool {
+        self.reserve == Reserve::Ready
     }
 
     /// How many bytes the log (with its reserve) and the snapshot take.
@@ -682,10 +695,12 @@ impl<D: Disk> LogStore<D> {
         Ok(())
     }
 
-    /// Does something with the disk. If it fails the log is not used any more.
+    /// Does something with the disk. If it fails the log is not used any more, unless it was not even begun.
     fn guard<T>(&mut self, work: impl FnOnce(&mut Self) -> io::Result<T>) -> io::Result<T> {
         let result = work(self);
-        if let Err(error) = &result {
+        if let Err(error) = &result
+            && !is_out_of_descriptors(error)
+        {
             self.failed = Some(error.to_string());
         }
         result
@@ -749,6 +764,16 @@ impl<D: Disk> LogStore<D> {
                 "there is no room on the disk for a further segment of the log",
             ));
         }
+        // Both are open as a rule. If one is not, better to be told so now than between two steps.
+        self.disk.len(RESERVE)?;
+        if self.tip.segment > 0 {
+            self.disk.len(&self.active.name)?;
+        }
+        self.enter_reserve().map_err(begun)
+    }
+
+    /// The part of [`change_segment`](Self::change_segment) that can not be repeated.
+    fn enter_reserve(&mut self) -> io::Result<()> {
         let header = Header { segment: self.tip.segment + 1, ..self.tip.clone() };
         let name = segment_name(header.segment);
         let (bytes, salt) = header.encode();
@@ -790,7 +815,7 @@ impl<D: Disk> LogStore<D> {
         Ok(())
     }
 
-    /// Works on the reserve for a moment.
+    /// Works on the reserve for a moment. May be repeated if it [`is_out_of_descriptors`].
     fn step_reserve(&mut self) -> io::Result<()> {
         let Reserve::Filling { bytes, low } = self.reserve else { return Ok(()) };
         let step = RESERVE_STEP_BYTES.min(self.segment_bytes - bytes);
@@ -803,7 +828,13 @@ impl<D: Disk> LogStore<D> {
                 // What is left of the disk is for a snapshot, after which segments can go.
                 remove_if_there(&mut self.disk, RESERVE)?;
             }
-            Err(error) => return Err(error),
+            Err(error) => {
+                if bytes == 0 && is_out_of_descriptors(&error) {
+                    // It is created again.
+                    remove_if_there(&mut self.disk, RESERVE)?;
+                }
+                return Err(error);
+            }
         }
         Ok(())
     }
@@ -844,8 +875,10 @@ impl<D: Disk> LogStore<D> {
     fn adopt_snapshot(&mut self, index: u64) -> io::Result<()> {
         let newest = index.max(self.snapshot.map_or(0, |snapshot| snapshot.index));
         let bytes = self.disk.len(&snapshot::file_name(newest))?;
+        let names = self.disk.list()?;
+        // Behind all that needs a descriptor, as the call may be repeated.
         self.snapshot = Some(KnownSnapshot { index: newest, bytes });
-        for name in self.disk.list()? {
+        for name in names {
             if snapshot::index_of(&name).is_some_and(|index| index < newest)
                 && !self.litter.contains(&name)
             {
@@ -892,6 +925,11 @@ fn remove_if_there<D: Disk>(disk: &mut D, name: &str) -> io::Result<()> {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
         Ok(()) | Err(_) => Ok(()),
     }
+}
+
+/// An error in the middle of something: even if no file could be opened, it can not be repeated.
+fn begun(error: io::Error) -> io::Error {
+    if is_out_of_descriptors(&error) { io::Error::other(error.to_string()) } else { error }
 }
 
 fn is_full(error: &io::Error) -> bool {

@@ -731,7 +731,7 @@ impl Replica {
         let mut bytes = Vec::new();
         codec::put_item(&mut bytes, item);
         let Item { session, request, keep, ref action, .. } = *item;
-        self.submit_encoded(&bytes, session, request, keep, wait, grows(action))
+        self.submit_encoded(&bytes, session, request, keep, wait, urgency(action))
     }
 
     /// The same for an item that has the form of the log already.
@@ -742,10 +742,11 @@ impl Replica {
         request: RequestId,
         keep: bool,
         wait: Option<Span>,
-        grows: bool,
+        urgency: Urgency,
     ) -> bool {
-        let refused =
-            self.config.witness || self.backlog_bytes > BACKLOG_BYTES_MAX || self.room_low && grows;
+        let refused = self.config.witness
+            || !urgency.fits(self.backlog_bytes, BACKLOG_BYTES_MAX)
+            || self.room_low && urgency == Urgency::Grows;
         if refused {
             return false;
         }
@@ -1291,8 +1292,77 @@ pub(crate) fn is_given(outcome: &Outcome) -> bool {
     matches!(outcome, Outcome::Granted(_) | Outcome::Acquired(_) | Outcome::Popped { .. })
 }
 
+/// When an item is refused because there is too much to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Urgency {
+    /// The state may grow by it: refused first of all, and when the disk is nearly full.
+    Grows,
+    /// It changes what is there, or asks for something that can be asked for again.
+    Plain,
+    /// It gives something back or keeps it. There is room for it beyond the bound, or an overload would not end and
+    /// holders would lose what they have.
+    Keeps,
+    /// It follows from what was accepted before, as the end of a session does. Never refused.
+    Follows,
+}
+
+impl Urgency {
+    /// Whether an item is taken that finds so much before it.
+    #[must_use]
+    pub fn fits(self, before: usize, bound: usize) -> bool {
+        match self {
+            Self::Grows | Self::Plain => before <= bound,
+            Self::Keeps => before <= bound + bound / 4,
+            Self::Follows => true,
+        }
+    }
+}
+
+/// When an item is refused because there is too much to do.
+pub(crate) fn urgency(action: &Action<'_>) -> Urgency {
+    if grows(action) {
+        return Urgency::Grows;
+    }
+    match action {
+        Action::Command(command) => match command {
+            Command::Release { .. }
+            | Command::Renew { .. }
+            | Command::RenewSession { .. }
+            | Command::ForceRelease { .. }
+            | Command::EndSession { .. } => Urgency::Keeps,
+            Command::Cancel { .. }
+            | Command::Undo(_)
+            | Command::Tick
+            | Command::NewTerm
+            | Command::Detach { .. }
+            | Command::Orphan { .. } => Urgency::Follows,
+            Command::Acquire { .. }
+            | Command::Enqueue { .. }
+            | Command::Wait { .. }
+            | Command::Add { .. }
+            | Command::CounterSet { .. }
+            | Command::KvSet { .. }
+            | Command::KvCompareAndSet { .. }
+            | Command::KvDelete { .. }
+            | Command::Push { .. }
+            | Command::Pop { .. }
+            | Command::BarrierWait { .. }
+            | Command::Signal { .. }
+            | Command::Subscribe(_)
+            | Command::Unsubscribe(_)
+            | Command::Acknowledge { .. }
+            | Command::Attach => Urgency::Plain,
+        },
+        Action::Kick { .. } | Action::End { .. } => Urgency::Keeps,
+        Action::Keep { .. } | Action::Attach { .. } | Action::Barrier => Urgency::Plain,
+        Action::Start(_) | Action::Undo(_) | Action::Close { .. } | Action::Doors(_) => {
+            Urgency::Follows
+        }
+    }
+}
+
 /// Whether the state may grow by it: refused when the disk is nearly full.
-pub(crate) fn grows(action: &Action<'_>) -> bool {
+fn grows(action: &Action<'_>) -> bool {
     match action {
         Action::Command(command) => match command {
             Command::Acquire { .. }

@@ -30,13 +30,13 @@ use parking_lot::{Mutex, RwLock};
 use ring::rand::{SecureRandom, SystemRandom};
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
-use tokio::sync::{oneshot, watch};
-use tokio::time::Instant;
+use tokio::sync::watch;
 
-use self::accept::{Stream, accept};
+use self::accept::{Strangers, Stream, accept};
 use self::dial::Sender;
 use self::handshake::{Nonce, is_node_id};
 use self::outbox::Outbox;
+use crate::log_budget::LogBudget;
 
 pub use self::accept::{FrameTooLong, split_frame};
 pub use self::credentials::{CredentialError, Credentials, PeerTls, SECRET_BYTES_MIN, Secret};
@@ -54,10 +54,6 @@ mod tests;
 /// The longest frame.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
-/// Refused strangers in the log: so many lines per [`LOG_WINDOW`].
-const LOG_LINES: u32 = 20;
-const LOG_WINDOW: Duration = Duration::from_secs(10);
-
 /// How a [`Transport`] is set up.
 #[derive(Clone)]
 pub struct TransportConfig {
@@ -74,8 +70,8 @@ pub struct TransportConfig {
 pub struct Limits {
     /// How long a peer may take until it is authenticated, from the first byte.
     pub handshake: Duration,
-    /// Connections that are not authenticated yet. One more pushes out the oldest of them: whoever
-    /// belongs to us needs milliseconds, whoever does not must not keep him out.
+    /// Connections that are not authenticated yet. One more pushes out the oldest one of the address that has the most
+    /// of them: whoever belongs to us needs milliseconds, whoever does not must not keep him out.
     pub strangers_max: usize,
     /// How long dialing may take, name lookup included.
     pub connect: Duration,
@@ -211,7 +207,7 @@ impl Transport {
             streams: Mutex::default(),
             hints: Mutex::default(),
             numbers: AtomicU64::new(0),
-            log: Mutex::new(LogBudget { since: Instant::now(), lines: 0 }),
+            log: LogBudget::default(),
         });
         let runtime = Handle::current();
         runtime.spawn(accept(Arc::clone(&shared), listener, watcher));
@@ -323,14 +319,14 @@ struct Shared {
     handler: Arc<dyn Handler>,
     limits: Limits,
     random: SystemRandom,
-    /// Accepted and not authenticated yet, oldest first. Dropping the sender ends the connection.
-    strangers: Mutex<BTreeMap<u64, oneshot::Sender<()>>>,
+    /// Accepted and not authenticated yet.
+    strangers: Mutex<Strangers>,
     /// Accepted and authenticated, by node: one per lane.
     streams: Mutex<HashMap<(String, Lane), Stream>>,
     /// By node: whom to wake when it has shown that it is up.
     hints: Mutex<BTreeMap<String, [Arc<Outbox>; 2]>>,
     numbers: AtomicU64,
-    log: Mutex<LogBudget>,
+    log: LogBudget,
 }
 
 /// A peer of [`Transport::set_peers`]. The tasks that dial it end with `_alive`.
@@ -338,11 +334,6 @@ struct Link {
     peer: PeerAddress,
     lanes: [Arc<Outbox>; 2],
     _alive: watch::Sender<()>,
-}
-
-struct LogBudget {
-    since: Instant,
-    lines: u32,
 }
 
 impl Shared {
@@ -355,18 +346,5 @@ impl Shared {
 
     fn number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Whether one more line about strangers may go to the log.
-    fn may_log(&self) -> bool {
-        let mut log = self.log.lock();
-        if log.since.elapsed() > LOG_WINDOW {
-            *log = LogBudget { since: Instant::now(), lines: 0 };
-        }
-        log.lines += 1;
-        if log.lines == LOG_LINES {
-            tracing::warn!("many refused peers, not all of them are logged");
-        }
-        log.lines < LOG_LINES
     }
 }

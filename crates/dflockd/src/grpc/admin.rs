@@ -20,6 +20,7 @@ use super::locks::done;
 use super::session_calls::Told;
 use super::{Api, App, Peer, blocking, fields, open};
 use crate::audit::{By, Deed, Record};
+use crate::logging;
 use crate::metrics::door_name;
 use crate::operate;
 
@@ -175,10 +176,11 @@ impl App {
         let headers: &HeaderMap = request.metadata().as_ref();
         let presented = headers.get("x-dflockd-admin");
         if presented.is_some_and(|presented| token.matches(presented.as_bytes())) {
-            return Ok(());
+            let has_room = logging::audit_has_room();
+            return if has_room { Ok(()) } else { Err(Refused::unavailable()) };
         }
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0.to_string());
-        tracing::warn!(peer, "admin authentication failed");
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        self.service.log_unauthenticated(peer, "admin authentication failed");
         tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         let text = "a valid admin token is required";
         Err(Refused::new(Code::PermissionDenied, Reason::NotAdmin, text))

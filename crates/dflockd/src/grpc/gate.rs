@@ -16,10 +16,11 @@ use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::service::Routes;
 use tonic::{Code, Response, Status};
-use tower::{Layer, Service};
+use tower::Service;
 
 use super::error::Refused;
 use super::sessions::Told;
+use super::usage::{InUse, Usage};
 use super::{App, Peer};
 use crate::caller::Answer;
 use crate::config::FollowerMode;
@@ -35,10 +36,6 @@ const CLUSTER: &str = "/dflockd.v1.Cluster/";
 const REFLECTION: &str = "/grpc.reflection.";
 /// What was asked of this server, whoever leads.
 const AUDIT: &str = "/dflockd.v1.Admin/Audit";
-
-/// Puts [`Gated`] around the services.
-#[derive(Clone)]
-pub(super) struct Gate(pub(super) Arc<App>);
 
 /// The services behind the gate.
 #[derive(Clone)]
@@ -62,11 +59,10 @@ pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
     response
 }
 
-impl Layer<Routes> for Gate {
-    type Service = Gated;
-
-    fn layer(&self, routes: Routes) -> Gated {
-        Gated { app: Arc::clone(&self.0), routes }
+impl Gated {
+    /// Puts the gate around the services.
+    pub(super) fn new(app: &Arc<App>, routes: Routes) -> Self {
+        Self { app: Arc::clone(app), routes }
     }
 }
 
@@ -82,9 +78,11 @@ impl Service<Request<Body>> for Gated {
     fn call(&mut self, request: Request<Body>) -> Passing {
         let begun = Instant::now();
         let method = GrpcMethod::of(request.uri().path());
+        let in_use = request.extensions().get::<Usage>().map(Usage::begin);
         let step = match self.app.admit(&request) {
             Ok(()) => {
-                let deadline = patience(request.headers()).map(|left| begun + left);
+                let deadline = patience(request.headers());
+                let deadline = deadline.map(|left| Box::pin(tokio::time::sleep(left)));
                 let request = match method.streams {
                     Streams::No | Streams::Yes | Streams::Health => request,
                     Streams::Reflection => self.until_drained(request),
@@ -101,7 +99,8 @@ impl Service<Request<Body>> for Gated {
             Streams::No | Streams::Health => None,
             Streams::Yes | Streams::Reflection => Some(drained(&self.app)),
         };
-        let call = Call { app: Arc::clone(&self.app), method, begun, code: Code::Cancelled };
+        let app = Arc::clone(&self.app);
+        let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
         Passing { step, call: Some(call), drained }
     }
 }
@@ -129,6 +128,8 @@ struct Call {
     begun: Instant,
     /// How it ended. If nobody says, its client is gone.
     code: Code,
+    /// Keeps the connection.
+    _in_use: Option<InUse>,
 }
 
 impl Call {
@@ -179,10 +180,13 @@ impl App {
             return Ok(());
         }
         if !self.service.admits(request.headers()) {
-            let peer = request.extensions().get::<Peer>().map(|peer| peer.0.to_string());
-            tracing::warn!(peer, "authentication failed");
+            let peer = request.extensions().get::<Peer>();
+            self.service.log_unauthenticated(peer.map(|peer| peer.0), "authentication failed");
             self.service.metrics.auth_failed(Door::Grpc);
             return Err(Turned::AwayLater(Refused::unauthenticated()));
+        }
+        if let Some(usage) = request.extensions().get::<Usage>() {
+            usage.authenticate();
         }
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(());
@@ -215,7 +219,7 @@ pub(super) struct Passing {
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
 enum Step {
     /// In its service, which the client waits for until then.
-    Route(<Routes as Service<Request<Body>>>::Future, Option<Instant>),
+    Route(<Routes as Service<Request<Body>>>::Future, Option<Pin<Box<Sleep>>>),
     Pause(Pin<Box<Sleep>>, Option<Refused>),
     Refused(Option<Refused>),
 }
@@ -230,8 +234,8 @@ impl Future for Passing {
                 if let Poll::Ready(Ok(response)) = Pin::new(route).poll(cx) {
                     return Poll::Ready(Ok(this.answer(response)));
                 }
-                if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                    // The server around this has the same deadline and wakes for it, but would call it CANCELLED.
+                let is_late = deadline.as_mut().map(|deadline| deadline.as_mut().poll(cx));
+                if is_late.is_some_and(|late| late.is_ready()) {
                     Some(Refused::too_late())
                 } else if is_over(&mut this.drained, cx) {
                     // Its client has not even said what it wants to hear.

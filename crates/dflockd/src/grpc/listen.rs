@@ -1,6 +1,7 @@
-//! The sockets of the gRPC interface: accept, TLS, and their end. tonic serves what comes through here.
+//! The sockets of the gRPC interface: accept, TLS, hyper, and their end. What comes through here goes to the gate.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
@@ -10,19 +11,25 @@ use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
 use dflockd_engine::Door;
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper::server::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::Server;
-use tonic::transport::server::Connected;
+use tonic::body::Body;
+use tower::Service as _;
 
-use super::gate::Gate;
+use super::gate::{Gated, GivingBody, Passing};
+use super::usage::{Patience, Usage};
 use super::{App, Peer, routes};
+use crate::config::Config;
+use crate::descriptors::Connections;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -37,20 +44,48 @@ const RESETS_MAX: usize = 64;
 /// How often the peer of a connection must show that it lives.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(20);
-/// Connections that wait to be served.
-const ACCEPTED_MAX: usize = 64;
 /// What every connection over HTTP/2 begins with.
 const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// How long an unused connection may take to close, once it was told to.
+const LAST_MOMENT: Duration = Duration::from_secs(10);
+
+/// How many connections there may be, and for how long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    per_address: u64,
+    patience: Patience,
+}
+
+impl Limits {
+    pub(crate) fn of(config: &Config) -> Self {
+        let idle = Some(config.grpc_idle_timeout).filter(|idle| !idle.is_zero());
+        Self {
+            per_address: config.http_max_connections_per_ip,
+            patience: Patience { idle, stranger: config.read_timeout },
+        }
+    }
+}
 
 /// All connections, and who may join them.
 pub(crate) struct Listener {
     app: Arc<App>,
+    gated: Gated,
+    protocol: http2::Builder<TokioExecutor>,
     /// Swapped when the certificate is loaded again.
     tls: ArcSwapOption<ServerConfig>,
-    per_address_max: u64,
-    seats: Mutex<HashMap<IpAddr, u64>>,
+    connections: Arc<Connections>,
+    limits: Limits,
+    seats: Mutex<Seats>,
+    /// Notified when the last one leaves.
+    empty: Notify,
     phase: watch::Sender<Phase>,
-    served: watch::Sender<bool>,
+}
+
+#[derive(Default)]
+struct Seats {
+    by_address: HashMap<IpAddr, u64>,
+    total: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,40 +105,21 @@ impl Listener {
         app: &Arc<App>,
         socket: TcpListener,
         tls: Option<&Arc<ServerConfig>>,
-        per_address_max: u64,
+        connections: Arc<Connections>,
+        limits: Limits,
     ) -> anyhow::Result<Arc<Self>> {
         let listener = Arc::new(Self {
             app: Arc::clone(app),
+            gated: Gated::new(app, routes(app)?.prepare()),
+            protocol: protocol(),
             tls: ArcSwapOption::new(tls.map(|tls| with_http2(tls))),
-            per_address_max,
+            connections,
+            limits,
             seats: Mutex::default(),
+            empty: Notify::new(),
             phase: watch::Sender::new(Phase::Serving),
-            served: watch::Sender::new(false),
         });
-        let (sender, accepted) = mpsc::channel(ACCEPTED_MAX);
-        let routes = routes(app)?;
-        let serving = Server::builder()
-            .layer(Gate(Arc::clone(app)))
-            .max_concurrent_streams(STREAMS_MAX)
-            .http2_keepalive_interval(Some(PING))
-            .http2_keepalive_timeout(Some(PONG))
-            .http2_max_pending_accept_reset_streams(Some(RESETS_MAX))
-            .http2_max_header_list_size(HEAD_BYTES_MAX)
-            .add_routes(routes);
-        let mut phase = listener.phase.subscribe();
-        let finishing = async move {
-            let _ = phase.wait_for(|phase| *phase == Phase::Finishing).await;
-        };
-        let serving =
-            serving.serve_with_incoming_shutdown(ReceiverStream::new(accepted), finishing);
-        let served = Arc::clone(&listener);
-        tokio::spawn(async move {
-            if let Err(error) = serving.await {
-                tracing::error!(%error, "gRPC ended");
-            }
-            served.served.send_replace(true);
-        });
-        tokio::spawn(Arc::clone(&listener).accept(socket, sender));
+        tokio::spawn(Arc::clone(&listener).accept(socket));
         Ok(listener)
     }
 
@@ -115,14 +131,20 @@ impl Listener {
     /// Accepts nobody any more and lets everybody finish. Done when all are gone.
     pub(crate) async fn finish(&self) {
         self.phase.send_replace(Phase::Finishing);
-        let _ = self.served.subscribe().wait_for(|served| *served).await;
+        loop {
+            let empty = self.empty.notified();
+            if self.count() == 0 {
+                return;
+            }
+            empty.await;
+        }
     }
 
     pub(crate) fn count(&self) -> u64 {
-        self.seats.lock().values().sum()
+        self.seats.lock().total
     }
 
-    async fn accept(self: Arc<Self>, socket: TcpListener, accepted: mpsc::Sender<Accepted>) {
+    async fn accept(self: Arc<Self>, socket: TcpListener) {
         let mut pause = ACCEPT_PAUSE_MIN;
         let mut phase = self.phase.subscribe();
         let stopped = phase.wait_for(|phase| *phase != Phase::Serving);
@@ -135,7 +157,7 @@ impl Listener {
             match next {
                 Ok((stream, address)) => {
                     pause = ACCEPT_PAUSE_MIN;
-                    self.admit(stream, address, accepted.clone());
+                    self.admit(stream, address);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "accept failed");
@@ -146,15 +168,13 @@ impl Listener {
         }
     }
 
-    fn admit(
-        self: &Arc<Self>,
-        stream: TcpStream,
-        address: SocketAddr,
-        accepted: mpsc::Sender<Accepted>,
-    ) {
+    fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {
         let Some(seat) = self.take_seat(address) else {
             self.app.service.metrics.connection_refused(Door::Grpc);
-            tracing::warn!(peer = %address, "gRPC connection cap reached");
+            let kind = "gRPC connection cap reached";
+            if let Some(suppressed) = self.app.service.log_budget.admit(address.ip(), kind) {
+                tracing::warn!(peer = %address, suppressed, "{kind}");
+            }
             return;
         };
         // Answers are small and must not wait for more.
@@ -175,12 +195,13 @@ impl Listener {
                 let speaks_http2 = preface == *PREFACE;
                 speaks_http2.then_some(socket).ok_or(io::Error::from(io::ErrorKind::InvalidData))
             };
-            match tokio::time::timeout(HANDSHAKE, greeted).await {
-                Ok(Ok(socket)) => {
-                    let connection =
-                        Connection { socket, greeting: PREFACE, frames: Frames::default(), seat };
-                    let _ = accepted.send(Ok(connection)).await;
-                }
+            let mut phase = seat.listener.phase.subscribe();
+            let greeted = tokio::select! {
+                greeted = tokio::time::timeout(HANDSHAKE, greeted) => greeted,
+                _ = phase.wait_for(|phase| *phase != Phase::Serving) => return,
+            };
+            match greeted {
+                Ok(Ok(socket)) => seat.serve(socket).await,
                 Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no gRPC"),
                 Err(_) => tracing::debug!(peer = %address, "slow handshake"),
             }
@@ -190,17 +211,19 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.entry(address).or_default();
-        if self.per_address_max > 0 && *here >= self.per_address_max {
+        let here = seats.by_address.get(&address).copied().unwrap_or(0);
+        if self.limits.per_address > 0 && here >= self.limits.per_address {
             return None;
         }
-        *here += 1;
+        if !self.connections.enter(Door::Grpc) {
+            return None;
+        }
+        *seats.by_address.entry(address).or_default() += 1;
+        seats.total += 1;
         self.app.service.metrics.connected(Door::Grpc);
         Some(Seat { listener: Arc::clone(self), address })
     }
 }
-
-type Accepted = io::Result<Connection>;
 
 /// The place of one connection.
 struct Seat {
@@ -208,17 +231,92 @@ struct Seat {
     address: IpAddr,
 }
 
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let mut seats = self.listener.seats.lock();
-        if let Some(here) = seats.get_mut(&self.address) {
-            *here -= 1;
-            if *here == 0 {
-                seats.remove(&self.address);
+impl Seat {
+    /// Serves a connection until it ends, has been unused for too long or is told to stop.
+    async fn serve(self, socket: Socket) {
+        let listener = &*self.listener;
+        let usage = Usage::new(listener.limits.patience);
+        let stream = Connection {
+            socket,
+            greeting: PREFACE,
+            frames: Frames::default(),
+            address: self.address,
+            app: Arc::clone(&listener.app),
+        };
+        let entry =
+            Entry { gated: listener.gated.clone(), peer: Peer(self.address), usage: usage.clone() };
+        let mut phase = listener.phase.subscribe();
+        let connection = listener.protocol.serve_connection(TokioIo::new(stream), entry);
+        let mut connection = pin!(connection);
+        let is_told = tokio::select! {
+            biased;
+            _ = connection.as_mut() => return,
+            _ = phase.wait_for(|phase| *phase != Phase::Serving) => true,
+            () = usage.expired() => false,
+        };
+        // Tells the client to come again if it wants something; what it has begun meanwhile is finished.
+        connection.as_mut().graceful_shutdown();
+        if is_told {
+            let _ = connection.await;
+            return;
+        }
+        while tokio::time::timeout(LAST_MOMENT, connection.as_mut()).await.is_err() {
+            if usage.is_disposable() {
+                return;
             }
         }
-        self.listener.app.service.metrics.disconnected(Door::Grpc);
     }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let listener = &self.listener;
+        let mut seats = listener.seats.lock();
+        listener.connections.leave(Door::Grpc);
+        seats.total -= 1;
+        if let Some(here) = seats.by_address.get_mut(&self.address) {
+            *here -= 1;
+            if *here == 0 {
+                seats.by_address.remove(&self.address);
+            }
+        }
+        listener.app.service.metrics.disconnected(Door::Grpc);
+        if seats.total == 0 {
+            listener.empty.notify_waiters();
+        }
+    }
+}
+
+/// Where the calls of one connection go.
+struct Entry {
+    gated: Gated,
+    peer: Peer,
+    usage: Usage,
+}
+
+impl hyper::service::Service<Request<Incoming>> for Entry {
+    type Response = hyper::Response<GivingBody>;
+    type Error = Infallible;
+    type Future = Passing;
+
+    fn call(&self, mut request: Request<Incoming>) -> Passing {
+        let extensions = request.extensions_mut();
+        extensions.insert(self.peer);
+        extensions.insert(self.usage.clone());
+        self.gated.clone().call(request.map(Body::new))
+    }
+}
+
+fn protocol() -> http2::Builder<TokioExecutor> {
+    let mut protocol = http2::Builder::new(TokioExecutor::new());
+    protocol
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(STREAMS_MAX)
+        .keep_alive_interval(PING)
+        .keep_alive_timeout(PONG)
+        .max_pending_accept_reset_streams(RESETS_MAX)
+        .max_header_list_size(HEAD_BYTES_MAX);
+    protocol
 }
 
 /// A connection over HTTP/2.
@@ -227,20 +325,13 @@ struct Connection {
     /// What was read before and is to be read again.
     greeting: &'static [u8],
     frames: Frames,
-    seat: Seat,
+    address: IpAddr,
+    app: Arc<App>,
 }
 
 enum Socket {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
-}
-
-impl Connected for Connection {
-    type ConnectInfo = Peer;
-
-    fn connect_info(&self) -> Peer {
-        Peer(self.seat.address)
-    }
 }
 
 impl AsyncRead for Connection {
@@ -258,7 +349,10 @@ impl AsyncRead for Connection {
         let before = buffer.filled().len();
         std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, buffer))?;
         if self.frames.is_flood(&buffer.filled()[before..]) {
-            tracing::warn!(peer = %self.seat.address, "closed: a flood of pings");
+            let kind = "closed: a flood of pings";
+            if let Some(suppressed) = self.app.service.log_budget.admit(self.address, kind) {
+                tracing::warn!(peer = %self.address, suppressed, "{kind}");
+            }
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         Poll::Ready(Ok(()))

@@ -14,6 +14,7 @@ mod locks;
 mod session_calls;
 mod sessions;
 mod signals;
+mod usage;
 mod values;
 mod views;
 mod watch;
@@ -37,7 +38,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use self::error::Refused;
-pub(crate) use self::listen::Listener;
+pub(crate) use self::listen::{Limits, Listener};
 use self::sessions::Sessions;
 use crate::caller::Common;
 use crate::config::Config;

@@ -132,8 +132,7 @@ impl App {
             return Ok(());
         }
         if !self.is_authorized(request.headers()) {
-            let peer = peer.map(|peer| peer.0.to_string());
-            tracing::warn!(peer, "authentication failed");
+            self.service.log_unauthenticated(peer.map(|peer| peer.0), "authentication failed");
             self.service.metrics.auth_failed(Door::Http);
             let challenge = HeaderValue::from_static("Bearer");
             let refusal = ApiError::unauthorized().with_header(WWW_AUTHENTICATE, challenge);

@@ -27,6 +27,7 @@ use tower::Service as _;
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Peer, Shared, router};
+use crate::descriptors::Connections;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -53,6 +54,7 @@ pub(crate) struct Listener {
     protocol: auto::Builder<TokioExecutor>,
     /// Swapped when the certificate is loaded again.
     tls: ArcSwapOption<ServerConfig>,
+    connections: Arc<Connections>,
     per_address_max: u64,
     seats: Mutex<Seats>,
     /// Notified when the last one leaves.
@@ -80,6 +82,7 @@ impl Listener {
         app: Shared,
         socket: TcpListener,
         tls: Option<&Arc<ServerConfig>>,
+        connections: Arc<Connections>,
         per_address_max: u64,
     ) -> Arc<Self> {
         let listener = Arc::new(Self {
@@ -87,6 +90,7 @@ impl Listener {
             app,
             protocol: protocol(),
             tls: ArcSwapOption::new(tls.map(|tls| with_http(tls))),
+            connections,
             per_address_max,
             seats: Mutex::default(),
             empty: Notify::new(),
@@ -159,7 +163,10 @@ impl Listener {
     fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {
         let Some(seat) = self.take_seat(address) else {
             self.app.service.metrics.connection_refused(Door::Http);
-            tracing::warn!(peer = %address, "HTTP connection cap reached");
+            let kind = "HTTP connection cap reached";
+            if let Some(suppressed) = self.app.service.log_budget.admit(address.ip(), kind) {
+                tracing::warn!(peer = %address, suppressed, "{kind}");
+            }
             return;
         };
         // Answers are small and must not wait for more.
@@ -185,10 +192,14 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.by_address.entry(address).or_default();
-        if self.per_address_max > 0 && *here >= self.per_address_max {
+        let here = seats.by_address.get(&address).copied().unwrap_or(0);
+        if self.per_address_max > 0 && here >= self.per_address_max {
             return None;
         }
+        if !self.connections.enter(Door::Http) {
+            return None;
+        }
+        let here = seats.by_address.entry(address).or_default();
         *here += 1;
         seats.total += 1;
         self.app.service.metrics.connected(Door::Http);
@@ -245,6 +256,7 @@ impl Drop for Seat {
     fn drop(&mut self) {
         let listener = &self.listener;
         let mut seats = listener.seats.lock();
+        listener.connections.leave(Door::Http);
         seats.total -= 1;
         if let Some(here) = seats.by_address.get_mut(&self.address) {
             *here -= 1;

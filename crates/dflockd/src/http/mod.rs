@@ -45,6 +45,7 @@ use self::rate::RateLimit;
 use self::sessions::Sessions;
 use crate::caller::{Caller, Common};
 use crate::config::Config;
+use crate::logging;
 use crate::service::Service;
 
 /// Whoever guesses tokens has to wait this long for each answer.
@@ -207,10 +208,11 @@ impl FromRequestParts<Shared> for Admin {
         };
         let presented = parts.headers.get("x-dflockd-admin");
         if presented.is_some_and(|presented| token.matches(presented.as_bytes())) {
-            return Ok(Self);
+            let has_room = logging::audit_has_room();
+            return if has_room { Ok(Self) } else { Err(ApiError::unavailable()) };
         }
-        let peer = Peer::of(parts).ok().map(|peer| peer.0.to_string());
-        tracing::warn!(peer, "admin authentication failed");
+        let peer = Peer::of(parts).ok().map(|peer| peer.0);
+        app.service.log_unauthenticated(peer, "admin authentication failed");
         tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         Err(ApiError::admin_unauthorized())
     }

@@ -5,6 +5,7 @@
 
 use std::convert::Infallible;
 use std::future::Future;
+use std::net::Ipv4Addr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -31,6 +32,7 @@ use super::error::ApiError;
 use super::sessions::{Hidden, Seat};
 use super::{App, Peer, Shared, fields};
 use crate::feed::{Compacted, Follower};
+use crate::service::Service;
 use crate::translate;
 
 /// How long a client may take to read what is written to it.
@@ -356,7 +358,8 @@ fn event(text: &mut Vec<u8>, name: &str, data: &impl Serialize) {
 fn stream(app: &App, cut: Cut, source: impl Source) -> Response {
     // What is not taken stays with the task, which counts it.
     let (sender, events) = mpsc::channel(1);
-    let feeding = feed(source, sender, app.sse_ping, cut, Arc::clone(&app.drain));
+    let (drain, service) = (Arc::clone(&app.drain), Arc::clone(&app.service));
+    let feeding = feed(source, sender, app.sse_ping, cut, drain, service);
     tokio::spawn(feeding);
     let mut response = Response::new(Body::new(Events(events)));
     let headers = response.headers_mut();
@@ -373,6 +376,7 @@ async fn feed(
     ping: Duration,
     cut: Cut,
     drain: Arc<super::Drain>,
+    service: Arc<Service>,
 ) {
     let pings = !ping.is_zero();
     let ping = ping.max(Duration::from_secs(1));
@@ -406,7 +410,10 @@ async fn feed(
             late_at = Instant::now() + WRITE_LIMIT;
         }
     }
-    tracing::warn!("closed: an event stream is read too slowly");
+    let kind = "closed: an event stream is read too slowly";
+    if let Some(suppressed) = service.log_budget.admit(Ipv4Addr::UNSPECIFIED.into(), kind) {
+        tracing::warn!(suppressed, "{kind}");
+    }
     cut.make();
 }
 

@@ -79,6 +79,8 @@ metrics! {
         "Connections of the line protocol"
     OPEN_CONNECTIONS Gauge Always "dflockd_open_connections" ["door"]
         "Connections by the protocol they speak"
+    CONNECTIONS_MAX Gauge Always "dflockd_connections_max" ["door"]
+        "Connections that a protocol can have at most: its cap, or what the limit of open files leaves for it"
     CONNECTIONS_REFUSED Counter Always "dflockd_connections_refused_total" ["door"]
         "Connections that were closed at once because of a cap"
     AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door"]
@@ -89,6 +91,11 @@ metrics! {
         "HTTP sessions, those of event streams included"
     EVENT_FOLLOWERS Gauge Always "dflockd_event_followers" []
         "Event streams that follow changes of keys"
+
+    LOG_SUPPRESSED Counter Always "dflockd_log_lines_suppressed_total" []
+        "Log lines about clients that were left out because their address had caused too many of the kind"
+    LOG_LOST Counter Always "dflockd_log_lines_lost_total" []
+        "Log lines that were lost because stderr was too slow; never those about operators"
 
     LINE_REQUESTS Counter Always "dflockd_line_requests_total" ["command"]
         "Requests of the line protocol that were understood, by command"

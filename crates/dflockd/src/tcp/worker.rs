@@ -377,7 +377,10 @@ impl Turns {
         let mut member = self.members.remove(slot);
         member.trace = None;
         self.timers.remove(&(member.looks_at, slot));
-        self.leave(member.address);
+        let address = member.address;
+        // The socket first: whoever gets the place needs its descriptor.
+        drop(member);
+        self.leave(address);
     }
 
     fn leave(&self, address: IpAddr) {

@@ -119,3 +119,79 @@ async fn strangers_are_sent_away() {
     assert!(begun.elapsed() > Duration::from_secs(5), "it had its time");
     site.link().await.open(0).await;
 }
+
+/// Speaks HTTP/2 as far as pings go: answers the server's until the connection ends. Gives the types of all frames.
+fn answer_pings(mut socket: TcpStream) -> Vec<u8> {
+    socket.set_read_timeout(Some(LIMIT)).unwrap();
+    socket.write_all(&[PREFACE, &SETTINGS].concat()).unwrap();
+    let mut kinds = Vec::new();
+    loop {
+        let mut head = [0; 9];
+        if socket.read_exact(&mut head).is_err() {
+            return kinds;
+        }
+        let [a, b, c, kind, flags, ..] = head;
+        let mut payload = vec![0; usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)];
+        if socket.read_exact(&mut payload).is_err() {
+            return kinds;
+        }
+        kinds.push(kind);
+        if kind == 6 && flags == 0 {
+            let answer = [&[0, 0, 8, 6, 1, 0, 0, 0, 0][..], &payload].concat();
+            let _ = socket.write_all(&answer);
+        }
+    }
+}
+
+const GOAWAY: u8 = 7;
+
+/// GUARANTEES 48: a connection without a call ends, and soon if it has never authenticated; answering pings does not
+/// keep it. One with an open call stays.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn unused_connections_end() {
+    let site = Site::start(&["--grpc-idle-timeout", "2"]);
+    let subscription = Subscription { pattern: "a".into(), group: Default::default() };
+    let request = SubscribeRequest { add: vec![subscription], remove: Vec::new() };
+    let busy = site.link().await;
+    let requests = endless(request);
+    let mut stream = busy.signals().subscribe(requests).await.unwrap().into_inner();
+    let idle = site.link().await;
+    let session = idle.open(0).await;
+
+    let grpc = site.grpc;
+    let begun = Instant::now();
+    let kinds =
+        tokio::task::spawn_blocking(move || answer_pings(TcpStream::connect(grpc).unwrap()));
+    let kinds = kinds.await.unwrap();
+    assert!(kinds.contains(&GOAWAY), "{kinds:?}");
+    assert!(begun.elapsed() >= millis(2000), "{:?}", begun.elapsed());
+    // A client that comes back does not notice.
+    tokio::time::sleep(millis(2500)).await;
+    let close = dflockd_wire::grpc::CloseRequest { session: session.id.clone() };
+    idle.sessions().close(close).await.unwrap();
+    let still = tokio::time::timeout(millis(200), stream.message()).await;
+    assert!(still.is_err() || still.is_ok_and(|next| next.is_ok_and(|next| next.is_some())));
+}
+
+/// A stream of requests that has one and does not end.
+fn endless<T: Send + 'static>(first: T) -> impl tokio_stream::Stream<Item = T> + Send + 'static {
+    let (sender, receiver) = tokio::sync::mpsc::channel(1);
+    tokio::spawn(async move {
+        let _ = sender.send(first).await;
+        sender.closed().await;
+    });
+    tokio_stream::wrappers::ReceiverStream::new(receiver)
+}
+
+/// GUARANTEES 48: whoever has not authenticated does not stay, whatever else it asks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn strangers_do_not_stay() {
+    let site = Site::start(&["--auth-token", "the-token-of-clients", "--read-timeout", "1"]);
+    let grpc = site.grpc;
+    let begun = Instant::now();
+    let kinds =
+        tokio::task::spawn_blocking(move || answer_pings(TcpStream::connect(grpc).unwrap()));
+    let kinds = kinds.await.unwrap();
+    assert!(kinds.contains(&GOAWAY), "{kinds:?}");
+    assert!(begun.elapsed() >= millis(1000) && begun.elapsed() < Duration::from_secs(20));
+}

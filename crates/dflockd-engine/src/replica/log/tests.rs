@@ -8,6 +8,7 @@ use std::rc::Rc;
 
 use bytes::Bytes;
 use raft::eraftpb::{ConfState, Entry, EntryType, HardState, SnapshotMetadata};
+use rustix::io::Errno;
 
 use super::format::{self, SECTOR_BYTES, Sector};
 use super::*;
@@ -33,6 +34,8 @@ struct CrashDir {
     crash_at: Option<u64>,
     /// Creating and growing files is refused.
     full: bool,
+    /// No file can be opened: those that are in use still can be, a new one and the directory can not.
+    starved: bool,
     sync_fails: bool,
     random: Random,
 }
@@ -211,8 +214,18 @@ impl CrashDir {
     }
 }
 
+impl CrashDisk {
+    fn check_descriptors(&self) -> io::Result<()> {
+        match self.0.borrow().starved {
+            true => Err(io::Error::from_raw_os_error(Errno::MFILE.raw_os_error())),
+            false => Ok(()),
+        }
+    }
+}
+
 impl Disk for CrashDisk {
     fn list(&self) -> io::Result<Vec<String>> {
+        self.check_descriptors()?;
         Ok(self.names())
     }
 
@@ -229,6 +242,7 @@ impl Disk for CrashDisk {
     }
 
     fn create(&mut self, name: &str, len: u64) -> io::Result<()> {
+        self.check_descriptors()?;
         let at = {
             let dir = &mut *self.0.borrow_mut();
             if dir.names.contains_key(name) {
@@ -1394,6 +1408,73 @@ fn a_full_disk_is_noticed_while_there_is_still_room() {
     write(&mut log).unwrap_err();
     let recovered = recover(&disk).unwrap();
     assert_eq!(recovered.entries.len(), 4);
+}
+
+/// GUARANTEES 39, 48: a process without descriptors goes on to the end of its reserve, then waits, and loses nothing;
+/// what it said to be durable is.
+#[test]
+fn a_log_without_descriptors_waits_and_goes_on() {
+    let disk = CrashDisk::new(1);
+    let (mut log, _) = open(&disk);
+    disk.set(|dir| dir.starved = true);
+    let mut durable = 0;
+    let error = loop {
+        let next = durable + 1;
+        match log.write(&entries(next..=next, 1, 10)).and_then(|()| log.sync()) {
+            Ok(()) => durable = next,
+            Err(error) => break error,
+        }
+        assert!(durable < 100, "the reserve has no end");
+        assert_eq!(log.room(), Room::Plenty, "the disk is not full");
+    };
+    assert!(is_out_of_descriptors(&error), "{error}");
+    assert_eq!(log.tip.segment, 2, "the reserve was open");
+    let copy = disk.copy();
+    copy.set(|dir| dir.starved = false);
+    assert_eq!(recover(&copy).unwrap().entries.len() as u64, durable);
+    let next = durable + 1;
+    for _ in 0..3 {
+        let error = log.write(&entries(next..=next, 1, 10)).unwrap_err();
+        assert!(is_out_of_descriptors(&error), "{error}");
+        log.sync().unwrap();
+    }
+    disk.set(|dir| dir.starved = false);
+    for index in next..next + 20 {
+        write_synced(&mut log, &entries(index..=index, 1, 10));
+    }
+    let recovered = recover(&disk).unwrap();
+    let indexes: Vec<u64> = recovered.entries.iter().map(|entry| entry.index).collect();
+    assert_eq!(indexes, (1..next + 20).collect::<Vec<_>>());
+    assert!(!recovered.cut);
+}
+
+/// GUARANTEES 39, 48: a snapshot that finds no descriptor is taken note of, stored or installed later.
+#[test]
+fn snapshots_wait_for_descriptors() {
+    let disk = CrashDisk::new(1);
+    let (mut log, _) = open(&disk);
+    for index in 1..=6 {
+        write_synced(&mut log, &entries(index..=index, 1, 400));
+    }
+    let starve = |starved| disk.set(|dir| dir.starved = starved);
+    starve(true);
+    let error = log.store_snapshot(&metadata(4, 1), b"state").unwrap_err();
+    assert!(is_out_of_descriptors(&error), "{error}");
+    starve(false);
+    write_snapshot(&mut disk.clone(), &metadata(5, 1), b"state").unwrap();
+    starve(true);
+    assert!(is_out_of_descriptors(&log.adopt(&metadata(5, 1)).unwrap_err()));
+    starve(false);
+    log.adopt(&metadata(5, 1)).unwrap();
+    starve(true);
+    let error = log.install_snapshot(&metadata(20, 2), b"from elsewhere").unwrap_err();
+    assert!(is_out_of_descriptors(&error), "{error}");
+    starve(false);
+    log.install_snapshot(&metadata(20, 2), b"from elsewhere").unwrap();
+    write_synced(&mut log, &entries(21..=21, 2, 10));
+    let recovered = recover(&disk).unwrap();
+    assert_eq!(recovered.snapshot.unwrap().metadata.index, 20);
+    assert_eq!(recovered.entries.len(), 1);
 }
 
 #[test]

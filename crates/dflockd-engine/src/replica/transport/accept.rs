@@ -1,7 +1,9 @@
 //! What others dial: the listener, connections that are not authenticated yet, and the streams of peers.
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, ErrorKind};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +17,7 @@ use super::credentials::{Credentials, Proven, Role};
 use super::fresh::{Duplex, Fresh, NoConnection, prepare};
 use super::handshake::{self, Acceptor, Fault, Identity, Keys, Lane};
 use super::{FRAME_BYTES_MAX, PeerAddress, Shared, State};
+use crate::address::AddressKey;
 
 /// What is asked of a socket at once.
 const READ_BYTES: usize = 64 << 10;
@@ -47,7 +50,7 @@ pub(super) async fn accept(
         };
         match accepted {
             Ok((tcp, from)) => {
-                let (stranger, pushed_out) = Stranger::new(&shared);
+                let (stranger, pushed_out) = Stranger::new(&shared, from);
                 let peers = Arc::clone(&state.borrow_and_update().peers);
                 let (shared, state) = (Arc::clone(&shared), state.clone());
                 let receiver = Receiver { shared, state, peers, from };
@@ -55,12 +58,46 @@ pub(super) async fn accept(
             }
             Err(error) => {
                 // Most likely there are no file descriptors left; others will be closed.
-                if shared.may_log() {
-                    tracing::warn!(%error, "cannot accept a peer");
+                let anybody = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+                if let Some(suppressed) = shared.log.admit(anybody, "cannot accept a peer") {
+                    tracing::warn!(%error, suppressed, "cannot accept a peer");
                 }
                 sleep(Duration::from_millis(50)).await;
             }
         }
+    }
+}
+
+/// Connections that are not authenticated yet.
+#[derive(Default)]
+pub(super) struct Strangers {
+    /// Oldest first. Dropping the sender ends the connection.
+    pub(super) places: BTreeMap<u64, (AddressKey, oneshot::Sender<()>)>,
+}
+
+impl Strangers {
+    /// Gives a place to one more, which may cost another one its place: the oldest of the address that has the most, so
+    /// that nobody can push out others by coming often.
+    pub(super) fn enter(
+        &mut self,
+        number: u64,
+        from: AddressKey,
+        max: usize,
+    ) -> oneshot::Receiver<()> {
+        let (place, pushed_out) = oneshot::channel();
+        if self.places.len() >= max {
+            let mut by_address: HashMap<AddressKey, (usize, u64)> = HashMap::new();
+            // The newest first, so that the number is that of the oldest in the end.
+            for (&number, (address, _)) in self.places.iter().rev() {
+                let (count, oldest) = by_address.entry(*address).or_default();
+                (*count, *oldest) = (*count + 1, number);
+            }
+            let most = self.places.iter().map(|(_, (address, _))| by_address[address]);
+            let most = most.max_by_key(|&(count, oldest)| (count, Reverse(oldest)));
+            most.and_then(|(_, oldest)| self.places.remove(&oldest));
+        }
+        self.places.insert(number, (from, place));
+        pushed_out
     }
 }
 
@@ -71,22 +108,16 @@ struct Stranger {
 }
 
 impl Stranger {
-    fn new(shared: &Arc<Shared>) -> (Self, oneshot::Receiver<()>) {
-        let (place, pushed_out) = oneshot::channel();
-        let number = shared.number();
-        let mut strangers = shared.strangers.lock();
-        if strangers.len() >= shared.limits.strangers_max {
-            strangers.pop_first();
-        }
-        strangers.insert(number, place);
-        drop(strangers);
+    fn new(shared: &Arc<Shared>, from: SocketAddr) -> (Self, oneshot::Receiver<()>) {
+        let (number, max) = (shared.number(), shared.limits.strangers_max);
+        let pushed_out = shared.strangers.lock().enter(number, from.ip().into(), max);
         (Self { shared: Arc::clone(shared), number }, pushed_out)
     }
 }
 
 impl Drop for Stranger {
     fn drop(&mut self) {
-        self.shared.strangers.lock().remove(&self.number);
+        self.shared.strangers.lock().places.remove(&self.number);
     }
 }
 
@@ -125,10 +156,16 @@ impl Receiver {
         let from = self.from;
         match accepted {
             Ok(accepted) => self.listen(accepted).await,
-            Err(NoConnection { reason, dull, .. }) if dull || !self.shared.may_log() => {
-                tracing::debug!(%from, reason, "refused a peer");
+            Err(NoConnection { reason, dull, .. }) => {
+                let admitted =
+                    if dull { None } else { self.shared.log.admit(from.ip(), "refused a peer") };
+                match admitted {
+                    Some(suppressed) => {
+                        tracing::warn!(%from, reason, suppressed, "refused a peer");
+                    }
+                    None => tracing::debug!(%from, reason, "refused a peer"),
+                }
             }
-            Err(NoConnection { reason, .. }) => tracing::warn!(%from, reason, "refused a peer"),
         }
     }
 

@@ -14,7 +14,8 @@ use rcgen::{
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, sleep, timeout};
 use tracing::field::{Field, Visit};
 
 use super::dial::connect;
@@ -22,6 +23,7 @@ use super::fresh::{Fresh, NoConnection};
 use super::handshake::{Acceptor, Challenge, Dialer, Hello, Keys, Message, Mode, Welcome, parse};
 use super::outbox::{Batch, COALESCE_BYTES};
 use super::*;
+use crate::address::AddressKey;
 
 /// Longer than anything takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -874,7 +876,7 @@ async fn silent_strangers_are_closed() {
     for mut stranger in strangers {
         until_closed(&mut stranger).await;
     }
-    assert!(b.transport.shared.strangers.lock().is_empty());
+    assert!(b.transport.shared.strangers.lock().places.is_empty());
 }
 
 #[tokio::test]
@@ -894,7 +896,7 @@ async fn strangers_do_not_keep_a_member_out() {
         a.dial(&[&b]);
         a.send(&b, b"let me in");
         b.until_received(b"let me in").await;
-        assert!(b.transport.shared.strangers.lock().len() <= 256);
+        assert!(b.transport.shared.strangers.lock().places.len() <= 256);
         // The first have made room for the last.
         for stranger in &mut strangers[..40] {
             until_closed(stranger).await;
@@ -902,6 +904,30 @@ async fn strangers_do_not_keep_a_member_out() {
         b.transport.stop();
         b.transport.stopped().await;
     }
+}
+
+/// GUARANTEES 48: whoever comes often pushes out himself, not those who come from elsewhere.
+#[test]
+fn one_address_does_not_push_out_the_others() {
+    let mut strangers = Strangers::default();
+    let address = |last: u8| AddressKey::from(std::net::Ipv4Addr::new(10, 0, 0, last));
+    let mut member = strangers.enter(0, address(1), 16);
+    let mut flood = Vec::new();
+    for number in 1..=10_000 {
+        flood.push(strangers.enter(number, address(2), 16));
+    }
+    assert!(!is_closed(&mut member), "the member's place is its own");
+    assert_eq!(strangers.places.len(), 16);
+    assert_eq!(flood.iter_mut().filter_map(|place| (!is_closed(place)).then_some(())).count(), 15);
+    // Among addresses with one place each the oldest goes.
+    for number in 0..16 {
+        flood.push(strangers.enter(20_000 + u64::from(number), address(100 + number), 16));
+    }
+    assert!(is_closed(&mut member));
+}
+
+fn is_closed(place: &mut oneshot::Receiver<()>) -> bool {
+    matches!(place.try_recv(), Err(oneshot::error::TryRecvError::Closed))
 }
 
 #[tokio::test]
@@ -940,9 +966,9 @@ async fn the_log_is_not_flooded() {
         tcp.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
         until_closed(&mut tcp).await;
     }
-    log.until(&["not all of them are logged"]).await;
-    // Twice, if the machine is so slow that a second window has begun.
-    assert!(log.lines.lock().len() <= 2 * LOG_LINES as usize);
+    // Some more, if the machine is so slow that the budget has grown meanwhile.
+    let lines = log.lines.lock().len();
+    assert!((10..=20).contains(&lines), "{lines} lines");
 }
 
 #[tokio::test]

@@ -1,0 +1,216 @@
+//! A member whose replica does not get to its inputs.
+
+use std::path::PathBuf;
+
+use dflockd_core::{End, Fence, Limits, Space, Token};
+
+use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
+
+use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
+use super::*;
+use crate::replica::driver::Formation;
+use crate::replica::log::{Recovered, StoredSnapshot};
+use crate::replica::transport::{Limits as TransportLimits, Secret, TransportConfig};
+use crate::replica::types::{AutoRelease, Start};
+use crate::replica::{RaftConfig, ReplicaConfig};
+
+/// The directory of a node, removed in the end.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Keeps the answers.
+#[derive(Default)]
+struct Answers(Mutex<Vec<(RequestId, Outcome)>>);
+
+impl Sink for Answers {
+    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
+        self.0.lock().push((request, outcome));
+        Pushed::Behind
+    }
+
+    fn push(&self, _: Push) -> Pushed {
+        Pushed::Behind
+    }
+
+    fn overflow(&self) {}
+
+    fn close(&self) {}
+
+    fn poke(&self) {}
+}
+
+impl Answers {
+    /// Waits for the answer to a request.
+    async fn of(&self, request: u64) -> Outcome {
+        let deadline = std::time::Instant::now() + Duration::from_secs(30);
+        loop {
+            let found = self.0.lock().iter().find(|(id, _)| id.0 == request).cloned();
+            if let Some((_, outcome)) = found {
+                return outcome;
+            }
+            assert!(std::time::Instant::now() < deadline, "no answer to {request}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+fn policy() -> Policy {
+    Policy {
+        limits: Limits { value_bytes_max: 1 << 20, ..Limits::default() },
+        auto_release: AutoRelease::Any,
+        orphan_ttl: Span::ZERO,
+    }
+}
+
+async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
+    let dir = std::env::temp_dir().join(format!("dflockd-{name}-{}", std::process::id()));
+    let scratch = Scratch(dir.clone());
+    let credentials = Credentials { secrets: vec![Secret::new(vec![7; 32]).unwrap()], tls: None };
+    let options = ClusterOptions {
+        dir,
+        node: "a".into(),
+        transport: TransportConfig {
+            listen: "127.0.0.1:0".into(),
+            credentials,
+            limits: TransportLimits::default(),
+        },
+        peer_addr: "127.0.0.1:1".into(),
+        client_addr: "127.0.0.1:2".into(),
+        formation: Formation::Bootstrap,
+        witness: false,
+        policy: policy(),
+        election_timeout: Duration::from_millis(100),
+        heartbeat_interval: Duration::from_millis(30),
+        snapshot_entries: 100_000,
+    };
+    let member = Replicated::start(options, Clock::system()).await.unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    while !member.is_ready() {
+        assert!(std::time::Instant::now() < deadline, "not ready");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    (member, scratch)
+}
+
+/// GUARANTEES 48: while the replica is busy, requests are refused at a bound instead of piling up, those that give
+/// something back have room beyond it, the end of a session is never refused, and all goes on afterwards.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_of_a_stalled_replica_has_a_bound() {
+    let (member, _scratch) = single_node("stalled").await;
+    let answers = Arc::new(Answers::default());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    let add = |request: u64| {
+        let command = Command::Add { key: b"count", delta: 1, decrement: false };
+        member.submit(&client, RequestId(request), false, command)
+    };
+    assert!(matches!(add(1), Submitted::Later(_)));
+    answers.of(1).await;
+
+    let seat = member.seat.lock();
+    let value = vec![7; 64 << 10];
+    let push = |request| {
+        let command = Command::Push { key: b"list", end: End::Left, value: &value };
+        member.submit(&client, RequestId(request), false, command)
+    };
+    let mut taken = 0;
+    let refused = loop {
+        match push(10 + taken) {
+            Submitted::Later(_) => taken += 1,
+            Submitted::Done(outcome) => break outcome,
+            Submitted::Gone => panic!("the session is gone"),
+        }
+        assert!(taken * (64 << 10) <= 2 * ITEMS_BYTES_MAX as u64, "there is no bound");
+    };
+    assert!(matches!(refused, Outcome::Refused(Refusal::Unavailable)), "{refused:?}");
+    assert!(matches!(add(2), Submitted::Done(Outcome::Refused(Refusal::Unavailable))));
+    let token = Token { fence: Fence(1), salt: 1 };
+    let release = Command::Release { key: b"k", space: Space::Locks, token, resign: false };
+    assert!(matches!(
+        member.submit(&client, RequestId(3_000_000), false, release),
+        Submitted::Later(_)
+    ));
+    let mut reads = 0;
+    let read = |request| {
+        let query = Query::Counter { key: b"count" };
+        member.query(&client, RequestId(request), query)
+    };
+    while matches!(read(4_000_000 + reads), Submitted::Later(_)) {
+        reads += 1;
+        assert!(reads <= 2 * READS_MAX as u64, "there is no bound");
+    }
+    assert_eq!(reads, READS_MAX as u64);
+    let before = member.inputs.lock().items();
+    member.cancel(&client, RequestId(10));
+    assert_eq!(member.inputs.lock().items(), before + 1, "what follows is never refused");
+    drop(seat);
+    member.stir();
+
+    assert!(matches!(answers.of(3_000_000).await, Outcome::Refused(_)), "it held nothing");
+    assert!(matches!(answers.of(10 + taken - 1).await, Outcome::Number(_)));
+    assert!(matches!(add(5_000_000), Submitted::Later(_)));
+    assert_eq!(answers.of(5_000_000).await, Outcome::Number(2));
+    member.close(&client, true, false);
+    member.settle().await;
+    member.stop();
+}
+
+/// A member that has just been started and has heard of nobody.
+fn lone_replica() -> Replica {
+    let member = Member {
+        node: "a".into(),
+        peer_addr: "127.0.0.1:1".into(),
+        client_addr: "127.0.0.1:2".into(),
+        witness: false,
+        disk: None,
+    };
+    let machine = Machine::new([7; 16], [(1, member)].into());
+    let mut metadata = SnapshotMetadata { index: 1, term: 1, ..SnapshotMetadata::default() };
+    metadata.set_conf_state(ConfState { voters: vec![1], ..ConfState::default() });
+    let data = machine.snapshot().into();
+    let recovered = Recovered {
+        hard_state: HardState { commit: 1, term: 1, ..HardState::default() },
+        notes: std::collections::BTreeMap::new(),
+        snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
+        entries: Vec::new(),
+        cut: false,
+    };
+    let config = ReplicaConfig {
+        raft: RaftConfig { id: 1, election_ticks: 100, heartbeat_ticks: 15, seed: 1 },
+        witness: false,
+        policy: policy(),
+        fence: 1,
+        seed: 1,
+        run: Run::new(1, 1),
+        start: Start { disk: 1, client_addr: String::new(), version: 1, witness: false },
+        snapshot_entries: 100_000,
+        snapshot_bytes: 64 << 20,
+    };
+    Replica::new(config, recovered, Timestamp(0)).unwrap()
+}
+
+/// GUARANTEES 48: when a member without a leader has accepted as much as it can keep, it refuses what makes more work,
+/// but not what gives something back, and never the end of a session: its locks would stay.
+#[test]
+fn the_end_of_a_session_is_not_lost_behind_a_full_backlog() {
+    let mut replica = lone_replica();
+    let mut submit = |request, action: Action<'_>| {
+        let (session, request) = (Run::new(1, 1).session(1), RequestId(request));
+        let item = Item { session, epoch: 0, request, keep: false, action };
+        replica.submit(&item, Some(Span::ZERO))
+    };
+    let value = vec![7; 1 << 20];
+    let push = || Action::Command(Command::Push { key: b"k", end: End::Left, value: &value });
+    let mut taken = 0;
+    while submit(taken, push()) {
+        taken += 1;
+        assert!(taken <= 128, "there is no bound");
+    }
+    assert!(submit(1000, Action::Command(Command::RenewSession { lease: Span::from_secs(9) })));
+    assert!(submit(1001, Action::Close { orderly: true, referenced: false }));
+    assert!(!submit(1002, push()));
+}
