@@ -22,6 +22,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 
 use self::worker::{Order, Worker};
+use crate::address::AddressKey;
 use crate::service::Service;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -42,7 +43,7 @@ pub(crate) struct Peers {
 
 #[derive(Default)]
 struct Seats {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
@@ -114,7 +115,7 @@ impl Peers {
     }
 
     fn take_seat(&self, address: SocketAddr) -> bool {
-        let address = address.ip().to_canonical();
+        let address = AddressKey::from(address.ip());
         let mut seats = self.seats.lock();
         if self.max > 0 && seats.total >= self.max {
             return false;
@@ -131,7 +132,7 @@ impl Peers {
 
     /// A connection is closed.
     fn leave_seat(&self, address: IpAddr) {
-        let address = address.to_canonical();
+        let address = AddressKey::from(address);
         let mut seats = self.seats.lock();
         seats.total -= 1;
         if let Some(here) = seats.by_address.get_mut(&address) {
@@ -150,6 +151,13 @@ impl Peers {
     pub(crate) fn drain(&self) {
         for worker in &self.workers {
             worker.order(Order::Drain);
+        }
+    }
+
+    /// Ends the connections that came with a token that is no longer valid.
+    pub(crate) fn revoke(&self) {
+        for worker in &self.workers {
+            worker.order(Order::Revoke);
         }
     }
 

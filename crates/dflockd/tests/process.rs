@@ -19,4 +19,5 @@ mod process {
     mod support;
     mod systemd;
     mod tls;
+    mod tokens;
 }

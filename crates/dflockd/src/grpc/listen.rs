@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -22,7 +22,9 @@ use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
 use super::gate::Gate;
-use super::{App, Peer, routes};
+use super::{App, routes};
+use crate::address::AddressKey;
+use crate::auth::Origin;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -48,7 +50,7 @@ pub(crate) struct Listener {
     /// Swapped when the certificate is loaded again.
     tls: ArcSwapOption<ServerConfig>,
     per_address_max: u64,
-    seats: Mutex<HashMap<IpAddr, u64>>,
+    seats: Mutex<HashMap<AddressKey, u64>>,
     phase: watch::Sender<Phase>,
     served: watch::Sender<bool>,
 }
@@ -190,13 +192,13 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.entry(address).or_default();
+        let here = seats.entry(address.into()).or_default();
         if self.per_address_max > 0 && *here >= self.per_address_max {
             return None;
         }
         *here += 1;
         self.app.service.metrics.connected(Door::Grpc);
-        Some(Seat { listener: Arc::clone(self), address })
+        Some(Seat { listener: Arc::clone(self), origin: Origin::new(address) })
     }
 }
 
@@ -205,16 +207,17 @@ type Accepted = io::Result<Connection>;
 /// The place of one connection.
 struct Seat {
     listener: Arc<Listener>,
-    address: IpAddr,
+    origin: Origin,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        let address = AddressKey::from(self.origin.address);
         let mut seats = self.listener.seats.lock();
-        if let Some(here) = seats.get_mut(&self.address) {
+        if let Some(here) = seats.get_mut(&address) {
             *here -= 1;
             if *here == 0 {
-                seats.remove(&self.address);
+                seats.remove(&address);
             }
         }
         self.listener.app.service.metrics.disconnected(Door::Grpc);
@@ -236,10 +239,10 @@ enum Socket {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Peer;
+    type ConnectInfo = Origin;
 
-    fn connect_info(&self) -> Peer {
-        Peer(self.seat.address)
+    fn connect_info(&self) -> Origin {
+        self.seat.origin.clone()
     }
 }
 
@@ -258,7 +261,7 @@ impl AsyncRead for Connection {
         let before = buffer.filled().len();
         std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, buffer))?;
         if self.frames.is_flood(&buffer.filled()[before..]) {
-            tracing::warn!(peer = %self.seat.address, "closed: a flood of pings");
+            tracing::warn!(peer = %self.seat.origin.address, "closed: a flood of pings");
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         Poll::Ready(Ok(()))

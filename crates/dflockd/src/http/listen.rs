@@ -26,7 +26,9 @@ use tower::Service as _;
 
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
-use super::{Peer, Shared, router};
+use super::{Shared, router};
+use crate::address::AddressKey;
+use crate::auth::Origin;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -62,7 +64,7 @@ pub(crate) struct Listener {
 
 #[derive(Default)]
 struct Seats {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
@@ -185,7 +187,7 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.by_address.entry(address).or_default();
+        let here = seats.by_address.entry(address.into()).or_default();
         if self.per_address_max > 0 && *here >= self.per_address_max {
             return None;
         }
@@ -210,7 +212,7 @@ impl Seat {
         let cut = Cut::default();
         let entry = Entry {
             router: listener.router.clone(),
-            peer: Peer(address),
+            origin: Origin::new(address),
             pace: Arc::clone(&pace),
             cut: cut.clone(),
         };
@@ -246,10 +248,10 @@ impl Drop for Seat {
         let listener = &self.listener;
         let mut seats = listener.seats.lock();
         seats.total -= 1;
-        if let Some(here) = seats.by_address.get_mut(&self.address) {
+        if let Some(here) = seats.by_address.get_mut(&self.address.into()) {
             *here -= 1;
             if *here == 0 {
-                seats.by_address.remove(&self.address);
+                seats.by_address.remove(&self.address.into());
             }
         }
         listener.app.service.metrics.disconnected(Door::Http);
@@ -262,7 +264,7 @@ impl Drop for Seat {
 /// Where the requests of one connection go.
 struct Entry {
     router: Router,
-    peer: Peer,
+    origin: Origin,
     pace: Arc<Pace>,
     cut: Cut,
 }
@@ -275,7 +277,7 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
     fn call(&self, mut request: Request<Incoming>) -> Answering {
         let in_flight = self.pace.request();
         let extensions = request.extensions_mut();
-        extensions.insert(self.peer);
+        extensions.insert(self.origin.clone());
         extensions.insert(self.cut.clone());
         Answering::new(self.router.clone().call(request), in_flight)
     }
