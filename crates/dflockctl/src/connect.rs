@@ -209,7 +209,8 @@ pub(crate) fn read_token(path: &Path) -> Result<String, Failure> {
     let text = fs::read_to_string(path).map_err(|error| {
         Failure::usage(format!("can not read the token file {}: {error}", path.display()))
     })?;
-    let token = text.trim();
+    // The file of a server may have a second line with an older token, which is about to go.
+    let token = text.trim().lines().next().unwrap_or_default().trim();
     if token.is_empty() {
         return Err(Failure::usage(format!("the token file {} is empty", path.display())));
     }

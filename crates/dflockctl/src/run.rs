@@ -352,6 +352,9 @@ fn spawn(guard: &Guard, program: &[OsString]) -> Result<Child, Failure> {
         .env("DFLOCKD_KEY", String::from_utf8_lossy(guard.key()).as_ref())
         .env("DFLOCKD_FENCE", guard.fence().to_string())
         .env("DFLOCKD_TOKEN", guard.token())
+        // What opens the whole server is not for every program that runs under a lock.
+        .env_remove("DFLOCKD_AUTH_TOKEN")
+        .env_remove("DFLOCKD_ADMIN_TOKEN")
         .spawn();
     spawned.map_err(|error| {
         let missing = error.kind() == ErrorKind::NotFound;

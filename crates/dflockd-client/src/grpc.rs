@@ -175,7 +175,7 @@ fn code(reason: Reason) -> Option<ErrorCode> {
         Reason::UnknownOutcome => ErrorCode::Unknown,
         Reason::NotLeader => ErrorCode::NotLeader,
         // Nothing was done, and another member may do it.
-        Reason::Draining | Reason::Unavailable => ErrorCode::Draining,
+        Reason::Draining | Reason::Unavailable | Reason::RateLimited => ErrorCode::Draining,
         Reason::Unspecified
         | Reason::BadRequest
         | Reason::NotHeld

@@ -405,6 +405,39 @@ impl Engine {
         }
     }
 
+    /// Ends a session whose client may no longer use it. A kept one does not wait for its client, and its holds are
+    /// released unless the policy leaves them to their leases; any other ends like a lost connection.
+    pub fn end_revoked(&self, by: &Attachment, request: RequestId, pokes: &mut Pokes) {
+        match self {
+            Self::Memory(memory) => memory.end_revoked(by, pokes),
+            Self::Replicated(member) => {
+                let is_kept = by.session.state.lock().secret.is_some();
+                if is_kept {
+                    // Nobody waits for the answer; a session that is gone already is as good.
+                    let _ = member.act(by, request, Action::End { session: by.id() });
+                }
+                member.close(by, false, false);
+            }
+        }
+    }
+
+    /// Which of these kept sessions wait for their clients: nobody has attached to them since. None if nobody can say.
+    /// May take a while.
+    pub fn waiting(&self, left: Vec<Attachment>) -> Option<Vec<Attachment>> {
+        match self {
+            Self::Memory(_) => Some(left.into_iter().filter(Attachment::is_waiting).collect()),
+            Self::Replicated(member) => {
+                let all: Vec<_> = left.iter().map(|by| (by.id(), by.epoch())).collect();
+                let waiting = member.look(true, move |machine| {
+                    let waits = |(id, epoch)| machine.detached_epoch(id) == Some(epoch);
+                    all.into_iter().map(waits).collect::<Vec<bool>>()
+                })?;
+                let both = left.into_iter().zip(waiting);
+                Some(both.filter(|(_, waits)| *waits).map(|(by, _)| by).collect())
+            }
+        }
+    }
+
     /// Ends a session for an operator, who may have to end one whose client is gone.
     pub fn kick(
         &self,

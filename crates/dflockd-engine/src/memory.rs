@@ -518,6 +518,21 @@ impl Memory {
         }
     }
 
+    /// Ends a session whose client may no longer use it, kept or not.
+    pub fn end_revoked(&self, by: &Attachment, pokes: &mut Pokes) {
+        let secret = {
+            let mut state = by.session.state.lock();
+            if !by.is_current() {
+                return;
+            }
+            state.secret.take()
+        };
+        if let Some(secret) = secret {
+            self.router.forget_secret(secret);
+        }
+        self.close(by, secret.is_some(), pokes);
+    }
+
     /// Ends a session for an operator, who may have to end one whose client is gone.
     pub fn kick(&self, id: SessionId, pokes: &mut Pokes) -> Outcome {
         let Some(session) = self.router.get(id) else {

@@ -192,6 +192,12 @@ impl Attachment {
         }
     }
 
+    /// Whether the session is kept and nobody has it since this attachment ended.
+    pub(crate) fn is_waiting(&self) -> bool {
+        let state = self.session.state.lock();
+        self.is_current() && state.secret.is_some() && state.sink.is_none()
+    }
+
     pub(crate) fn is_current(&self) -> bool {
         self.session.epoch.load(Ordering::SeqCst) == self.epoch
     }
@@ -259,10 +265,15 @@ impl Router {
         self.part(id).read().get(&id).cloned()
     }
 
+    /// Nobody can attach with this secret any more.
+    pub(crate) fn forget_secret(&self, secret: SessionSecret) {
+        self.kept.lock().remove(&secret);
+    }
+
     /// Forgets a session for ever.
     pub(crate) fn remove(&self, session: &Session) {
         if let Some(secret) = session.state.lock().secret.take() {
-            self.kept.lock().remove(&secret);
+            self.forget_secret(secret);
         }
         let mut part = self.part(session.id).write();
         if part.get(&session.id).is_some_and(|known| std::ptr::eq(&**known, session)) {

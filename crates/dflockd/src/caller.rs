@@ -17,6 +17,7 @@ use dflockd_engine::{
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
+use crate::auth::{Pass, TokenKind};
 use crate::service::Service;
 
 /// Pushes that may wait for a slow reader; one more and it is cut off.
@@ -252,6 +253,26 @@ impl Caller {
         }
     }
 
+    /// The client of a kept session was not heard of for too long: it waits for it, as long as this token is valid.
+    pub(crate) fn detach(&self, pass: Pass) {
+        if !self.service.auth.is_valid(TokenKind::Client, pass) {
+            return self.revoke();
+        }
+        self.service.detached.note(&self.me, pass);
+        self.abandon();
+    }
+
+    /// The token of the client was dropped: the session ends, also one that would wait for its client.
+    pub(crate) fn revoke(&self) {
+        if !self.orderly.swap(true, Ordering::SeqCst) {
+            self.desk.shut();
+            let mut pokes = Pokes::new();
+            let request = self.next_request();
+            self.service.engine.end_revoked(&self.me, request, &mut pokes);
+            pokes.run();
+        }
+    }
+
     fn end(&self, orderly: bool) {
         self.desk.shut();
         let mut pokes = Pokes::new();
@@ -291,7 +312,7 @@ impl Caller {
         Pending { caller: self, id, number, keep, place, receiver, phase: Phase::New }
     }
 
-    fn next_request(&self) -> RequestId {
+    pub(crate) fn next_request(&self) -> RequestId {
         let number = self.last_request.fetch_add(1, Ordering::Relaxed) + 1;
         // The bits from 40 on tell the holders of a kept session apart.
         RequestId(RequestId::UNREPEATABLE | self.me.epoch() << 40 | number)

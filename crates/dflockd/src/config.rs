@@ -12,6 +12,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::net::{IpAddr, Ipv6Addr};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -33,6 +34,12 @@ const TOKEN_BYTES_MAX: usize = 65_536;
 
 /// The shortest secret between nodes: whoever guesses it can write into the log.
 const RAFT_TOKEN_BYTES_MIN: usize = 32;
+
+/// Tokens of clients and operators below this are warned about: 16 random bytes can not be guessed.
+const TOKEN_BYTES_ADVISED: usize = 16;
+
+/// Valid tokens of a kind: a new one and the one before it.
+const TOKENS_MAX: usize = 2;
 
 /// Counts are 63 bits wide, so that sums of two of them cannot overflow.
 const COUNT_MAX: u64 = i64::MAX as u64;
@@ -69,7 +76,7 @@ macro_rules! settings {
             $( $(#[doc = $meaning])+ pub $field: $type, )+
             $(
                 $(#[doc = $token_meaning])+
-                pub $token: Option<Secret>,
+                pub $token: Option<Tokens>,
                 /// Where the token came from, so that it can be read again.
                 $source: Option<TokenSource>,
             )+
@@ -247,10 +254,10 @@ settings! {
     /// Most HTTP connections of one source address.
     http_max_connections_per_ip: u64 = UNLIMITED,
         "http-max-connections-per-ip", "DFLOCKD_HTTP_MAX_CONNECTIONS_PER_IP", "0";
-    /// HTTP requests per second of one source address.
+    /// HTTP requests per second of one source address, and as many gRPC calls, counted apart.
     http_rate_limit_per_ip: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
         "http-rate-limit-per-ip", "DFLOCKD_HTTP_RATE_LIMIT_PER_IP", "0";
-    /// HTTP requests of one source address that may come at once.
+    /// HTTP requests, or gRPC calls, of one source address that may come at once.
     http_rate_limit_burst: u64 = Count { min: 0, max: COUNT_MAX, zero: "same as the rate" },
         "http-rate-limit-burst", "DFLOCKD_HTTP_RATE_LIMIT_BURST", "0";
     /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
@@ -272,7 +279,14 @@ settings! {
     /// first authenticated call it is --read-timeout if that is shorter.
     grpc_idle_timeout: Duration = Seconds { min: 0, zero: "off" },
         "grpc-idle-timeout", "DFLOCKD_GRPC_IDLE_TIMEOUT_S", "300";
-    /// Refuse to start without an auth token.
+    /// Wrong tokens per second of one source address, after ten at once; what comes beyond is
+    /// refused without looking at the token.
+    auth_failure_rate_per_ip: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+        "auth-failure-rate-per-ip", "DFLOCKD_AUTH_FAILURE_RATE_PER_IP", "1";
+    /// Wrong tokens per second of all source addresses together.
+    auth_failure_rate: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+        "auth-failure-rate", "DFLOCKD_AUTH_FAILURE_RATE", "1000";
+    /// Refuse to start without an auth token, or with tokens that are short or equal.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
     /// Form of the log lines on stderr.
     log_format: LogFormat = LOG_FORMAT, "log-format", "DFLOCKD_LOG_FORMAT", "text";
@@ -348,11 +362,11 @@ settings! {
     tokens:
     /// Token that a client must send first.
     auth_token, "auth-token", "DFLOCKD_AUTH_TOKEN";
-    /// File with that token, read again on SIGHUP; white space around it is ignored.
+    /// File with that token, and on a second line the one before it, which stays valid; read again on SIGHUP.
     auth_source, "auth-token-file", "DFLOCKD_AUTH_TOKEN_FILE";
     /// Token for administration: force-release and ending sessions.
     admin_token, "admin-token", "DFLOCKD_ADMIN_TOKEN";
-    /// File with that token, read again on SIGHUP; white space around it is ignored.
+    /// File with that token, and on a second line the one before it, which stays valid; read again on SIGHUP.
     admin_source, "admin-token-file", "DFLOCKD_ADMIN_TOKEN_FILE";
     /// Secret that the nodes share. Required in replicated mode unless the --raft-tls files are
     /// given, or --cluster-bootstrap with a loopback --raft-addr: then a random one is used and the
@@ -693,6 +707,11 @@ impl Config {
         if self.require_auth && self.auth_token.is_none() {
             return refuse("--require-auth needs --auth-token or --auth-token-file");
         }
+        if self.require_auth
+            && let Some(weakness) = self.weak_tokens().first()
+        {
+            return refuse(format!("--require-auth: {weakness}"));
+        }
         if self.startup_grant_delay == GrantDelay::Auto && self.fence_state_file.is_none() {
             // Only that file remembers the largest lease, so there is nothing to wait for without
             // it.
@@ -711,7 +730,7 @@ impl Config {
         let formation = self.formation(node, raft_addr)?;
         let tls = self.raft_tls()?;
         let secret = match &self.raft_auth_token {
-            Some(secret) => Some(secret.clone()),
+            Some(secret) => Some(secret.newest().clone()),
             None if tls.is_some() => None,
             // Nobody else could be there to share it with.
             None if formation == Formation::Bootstrap && is_loopback(&raft_addr.host) => {
@@ -861,6 +880,7 @@ impl Config {
             ));
         }
         warnings.extend(self.warnings_of_open_addresses());
+        warnings.extend(self.weak_tokens());
         if let Some(cluster) = &self.cluster {
             if cluster.secret.is_some() && self.raft_auth_token.is_none() {
                 warnings.push(
@@ -899,7 +919,7 @@ impl Config {
             (web.is_some(), "--http-max-sessions", self.http_max_sessions),
             (web.is_some(), "--http-max-sessions-per-ip", self.http_max_sessions_per_ip),
             (web.is_some(), "--http-max-connections-per-ip", self.http_max_connections_per_ip),
-            (http.is_some(), "--http-rate-limit-per-ip", self.http_rate_limit_per_ip),
+            (web.is_some(), "--http-rate-limit-per-ip", self.http_rate_limit_per_ip),
         ];
         let open = limits.iter().filter(|(reachable, _, max)| *reachable && *max == 0);
         let open: Vec<_> = open.map(|limit| limit.1).collect();
@@ -916,28 +936,121 @@ impl Config {
                  anyone who can reach the port can take and release locks"
             ));
         }
+        let has_token = self.auth_token.is_some() || self.admin_token.is_some();
+        if has_token && self.tls_cert.is_none() {
+            let open: Vec<_> = [line, http, grpc].into_iter().flatten().collect();
+            let open: Vec<_> = open.iter().map(|(flag, host)| format!("{flag} {host}")).collect();
+            warnings.push(format!(
+                "tokens go over the network in plain text: {} without --tls-cert",
+                open.join(", ")
+            ));
+        }
         warnings
     }
 
-    /// The auth token as its source has it now: a file is read again, anything else cannot have
-    /// changed.
-    ///
-    /// On an error the old token should stay in force: a half-written file must not open the
-    /// server.
-    pub fn reload_auth_token(&self) -> Result<Option<Secret>, ConfigError> {
-        self.auth_source.as_ref().map(TokenSource::read).transpose()
+    /// What is wrong with the tokens although they can be used.
+    fn weak_tokens(&self) -> Vec<String> {
+        Self::weaknesses([
+            (&self.auth_source, self.auth_token.as_ref()),
+            (&self.admin_source, self.admin_token.as_ref()),
+            (&self.raft_source, self.raft_auth_token.as_ref()),
+        ])
     }
 
-    /// The admin token as its source has it now, like [`Config::reload_auth_token`].
-    pub fn reload_admin_token(&self) -> Result<Option<Secret>, ConfigError> {
-        self.admin_source.as_ref().map(TokenSource::read).transpose()
+    /// Which of these tokens are short, and which of different kinds are equal.
+    fn weaknesses(kinds: [(&Option<TokenSource>, Option<&Tokens>); 3]) -> Vec<String> {
+        let kinds = kinds.map(|(source, tokens)| source.as_ref().zip(tokens));
+        let kinds: Vec<_> = kinds.into_iter().flatten().collect();
+        let mut weak = Vec::new();
+        for (source, tokens) in &kinds {
+            if tokens.iter().any(|token| token.bytes().len() < TOKEN_BYTES_ADVISED) {
+                weak.push(format!(
+                    "{}: a token has fewer than {TOKEN_BYTES_ADVISED} bytes and can be guessed; \
+                     make one with openssl rand -hex 32",
+                    source.name()
+                ));
+            }
+        }
+        for (index, (source, tokens)) in kinds.iter().enumerate() {
+            for (other, others) in &kinds[index + 1..] {
+                if tokens.iter().any(|token| others.matches(token.bytes())) {
+                    weak.push(format!(
+                        "{} and {} have the same token: whoever has one right has the other",
+                        source.name(),
+                        other.name()
+                    ));
+                }
+            }
+        }
+        weak
+    }
+
+    /// Files and directories that others than the server could read or change.
+    pub fn warnings_of_files(&self) -> Vec<String> {
+        let sources = [&self.auth_source, &self.admin_source, &self.raft_source];
+        let sources = sources.into_iter().flatten().filter_map(|source| match source {
+            TokenSource::File { name, path } => Some((name.as_str(), path)),
+            TokenSource::Value { .. } => None,
+        });
+        let keys = [("--tls-key", &self.tls_key), ("--raft-tls-key", &self.raft_tls_key)];
+        let keys = keys.into_iter().filter_map(|(name, path)| Some((name, path.as_ref()?)));
+        let mut warnings: Vec<String> = sources
+            .chain(keys)
+            .filter(|(_, path)| is_readable_by_others(path))
+            .map(|(name, path)| {
+                format!("{name}: {} can be read by other users; chmod 600 it", path.display())
+            })
+            .collect();
+        if let Some(dir) = &self.raft_dir
+            && mode_and_owner(dir).is_some_and(|(mode, _)| mode & 0o022 != 0)
+        {
+            let dir = dir.display();
+            warnings.push(format!("--raft-dir: {dir} can be changed by other users; chmod 700 it"));
+        }
+        warnings
+    }
+
+    /// The auth tokens as their source has them now: a file is read again, anything else cannot
+    /// have changed.
+    ///
+    /// On an error the old tokens should stay in force: a half-written file must not open the
+    /// server. With `--require-auth` that includes tokens that the server would not start with.
+    pub fn reload_auth_token(&self) -> Result<Option<Tokens>, ConfigError> {
+        self.reload(&self.auth_source, (&self.admin_source, self.admin_token.as_ref()))
+    }
+
+    /// The admin tokens as their source has them now, like [`Config::reload_auth_token`].
+    pub fn reload_admin_token(&self) -> Result<Option<Tokens>, ConfigError> {
+        self.reload(&self.admin_source, (&self.auth_source, self.auth_token.as_ref()))
+    }
+
+    fn reload(
+        &self,
+        source: &Option<TokenSource>,
+        other: (&Option<TokenSource>, Option<&Tokens>),
+    ) -> Result<Option<Tokens>, ConfigError> {
+        let tokens = source.as_ref().map(TokenSource::read).transpose()?;
+        // Both files may change at once, so the other token is what its own source has now.
+        let others = other.0.as_ref().and_then(|other| other.read().ok());
+        let kinds = [
+            (source, tokens.as_ref()),
+            (other.0, others.as_ref().or(other.1)),
+            (&self.raft_source, self.raft_auth_token.as_ref()),
+        ];
+        for weakness in Self::weaknesses(kinds) {
+            if self.require_auth {
+                return refuse(format!("--require-auth: {weakness}"));
+            }
+            tracing::warn!("{weakness}");
+        }
+        Ok(tokens)
     }
 
     /// The secret between nodes as its source has it now, like [`Config::reload_auth_token`]. One
     /// that was drawn at random stays.
     pub fn reload_raft_secret(&self) -> Result<Option<Secret>, ConfigError> {
         match &self.raft_source {
-            Some(source) => source.read().map(Some),
+            Some(source) => source.read().map(|tokens| Some(tokens.newest().clone())),
             None => Ok(self.cluster.as_ref().and_then(|cluster| cluster.secret.clone())),
         }
     }
@@ -997,6 +1110,41 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// The valid tokens of a kind: one, or a new one and the one before it.
+#[derive(Clone, Debug)]
+pub struct Tokens(Vec<Secret>);
+
+impl Tokens {
+    /// These tokens, the newest first.
+    ///
+    /// # Panics
+    ///
+    /// If there are none.
+    #[must_use]
+    pub fn new(tokens: Vec<Secret>) -> Self {
+        assert!(!tokens.is_empty(), "somebody must be able to come in");
+        Self(tokens)
+    }
+
+    /// The one that everybody should have.
+    #[must_use]
+    pub fn newest(&self) -> &Secret {
+        &self.0[0]
+    }
+
+    /// All of them, the newest first.
+    pub fn iter(&self) -> impl Iterator<Item = &Secret> {
+        self.0.iter()
+    }
+
+    /// Whether `presented` is one of them.
+    #[must_use]
+    pub fn matches(&self, presented: &[u8]) -> bool {
+        // All are compared, so that the time tells nothing about which.
+        self.0.iter().fold(false, |found, token| found | token.matches(presented))
+    }
+}
+
 /// The source that was selected for a token; `name` is its flag or variable.
 #[derive(Debug, Clone)]
 enum TokenSource {
@@ -1005,47 +1153,74 @@ enum TokenSource {
 }
 
 impl TokenSource {
-    fn read(&self) -> Result<Secret, ConfigError> {
-        let (name, secret) = match self {
-            Self::Value { name, secret } => (name, secret.clone()),
-            Self::File { name, path } => {
-                let content = read_file(path, TOKEN_BYTES_MAX + 1024).map_err(|error| {
-                    ConfigError(format!("{name}: cannot read {}: {error}", path.display()))
-                })?;
-                (name, Secret::new(content.trim_ascii()))
+    /// Its flag or variable.
+    fn name(&self) -> &str {
+        match self {
+            Self::Value { name, .. } | Self::File { name, .. } => name,
+        }
+    }
+
+    fn read(&self) -> Result<Tokens, ConfigError> {
+        let (name, path) = match self {
+            Self::Value { name, secret } => {
+                if secret.bytes().is_empty() {
+                    return refuse(format!("{name} must not be empty"));
+                }
+                check_token(name, secret.bytes())?;
+                return Ok(Tokens::new(vec![secret.clone()]));
             }
+            Self::File { name, path } => (name, path),
         };
-        // What no client could send is refused here, or nobody could ever log in.
-        let token = secret.bytes();
-        if token.is_empty() {
-            return refuse(match self {
-                Self::Value { .. } => format!("{name} must not be empty"),
-                Self::File { path, .. } => format!("{name}: {} is empty", path.display()),
+        let limit = TOKENS_MAX * (TOKEN_BYTES_MAX + 1024);
+        let content = read_file(path, limit).map_err(|error| {
+            ConfigError(format!("{name}: cannot read {}: {error}", path.display()))
+        })?;
+        let lines = content.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii);
+        let lines: Vec<&[u8]> = lines.filter(|line| !line.is_empty()).collect();
+        let lines_max = if is_raft_token(name) { 1 } else { TOKENS_MAX };
+        if lines.is_empty() {
+            return refuse(format!("{name}: {} is empty", path.display()));
+        }
+        if lines.len() > lines_max {
+            return refuse(match lines_max {
+                1 => format!("{name}: the token must not contain a line break"),
+                _ => format!(
+                    "{name}: {} has more than two lines: a token, and the one before it",
+                    path.display()
+                ),
             });
         }
-        if token.contains(&b'\n') || token.contains(&b'\r') {
-            return refuse(format!("{name}: the token must not contain a line break"));
+        for line in &lines {
+            check_token(name, line)?;
         }
-        if token.trim_ascii().len() != token.len() {
-            return refuse(format!("{name}: the token must not begin or end with white space"));
-        }
-        // An admin token is one field among others on the wire.
-        let is_admin = name.to_ascii_lowercase().contains("admin");
-        if is_admin && token.iter().any(u8::is_ascii_whitespace) {
-            return refuse(format!("{name}: the token must not contain white space"));
-        }
-        if is_raft_token(name) && token.len() < RAFT_TOKEN_BYTES_MIN {
-            return refuse(format!(
-                "{name}: the token must have at least {RAFT_TOKEN_BYTES_MIN} bytes"
-            ));
-        }
-        if token.len() > TOKEN_BYTES_MAX {
-            return refuse(format!(
-                "{name}: the token must not be longer than {TOKEN_BYTES_MAX} bytes"
-            ));
-        }
-        Ok(secret)
+        Ok(Tokens::new(lines.into_iter().map(Secret::new).collect()))
     }
+}
+
+/// Refuses what no client could send, or nobody could ever log in.
+fn check_token(name: &str, token: &[u8]) -> Result<(), ConfigError> {
+    if token.contains(&b'\n') || token.contains(&b'\r') {
+        return refuse(format!("{name}: the token must not contain a line break"));
+    }
+    if token.trim_ascii().len() != token.len() {
+        return refuse(format!("{name}: the token must not begin or end with white space"));
+    }
+    // An admin token is one field among others on the wire.
+    let is_admin = name.to_ascii_lowercase().contains("admin");
+    if is_admin && token.iter().any(u8::is_ascii_whitespace) {
+        return refuse(format!("{name}: the token must not contain white space"));
+    }
+    if is_raft_token(name) && token.len() < RAFT_TOKEN_BYTES_MIN {
+        return refuse(format!(
+            "{name}: the token must have at least {RAFT_TOKEN_BYTES_MIN} bytes"
+        ));
+    }
+    if token.len() > TOKEN_BYTES_MAX {
+        return refuse(format!(
+            "{name}: the token must not be longer than {TOKEN_BYTES_MAX} bytes"
+        ));
+    }
+    Ok(())
 }
 
 /// Whether a flag or variable gives the secret between nodes.
@@ -1066,6 +1241,18 @@ fn read_file(path: &Path, limit: usize) -> std::io::Result<Zeroizing<Vec<u8>>> {
     let mut content = Zeroizing::new(Vec::with_capacity(limit));
     File::open(path)?.take(limit as u64).read_to_end(&mut content)?;
     Ok(content)
+}
+
+/// Whether a file with a secret can be read by others than those it is meant for. A file of root that a group can read
+/// is meant for that group: so service managers hand secrets to a server that is not root.
+fn is_readable_by_others(path: &Path) -> bool {
+    mode_and_owner(path)
+        .is_some_and(|(mode, owner)| mode & 0o007 != 0 || mode & 0o070 != 0 && owner != 0)
+}
+
+fn mode_and_owner(path: &Path) -> Option<(u32, u32)> {
+    let metadata = std::fs::metadata(path).ok()?;
+    Some((metadata.mode(), metadata.uid()))
 }
 
 /// The sources of one start: flags and variables.
@@ -1139,6 +1326,14 @@ impl<'a> Given<'a> {
             };
         }
         let env_of = |flag| find(flag).map_or("", |setting: &Setting| setting.env);
+        // Elsewhere an empty variable is as good as none. Here that would open a server whose token got lost.
+        for name in [env_of(value), env_of(file)] {
+            if (self.env)(name).is_some_and(|text| text.is_empty()) {
+                return refuse(format!(
+                    "{name} is set but empty: unset it for no token, or give it a value"
+                ));
+            }
+        }
         if let Some(text) = self.variable(env_of(value)) {
             return Ok(Some(secret(env_of(value).to_owned(), &Zeroizing::new(text))));
         }
@@ -2193,7 +2388,7 @@ mod tests {
             r#"--startup-grant-delay must be an integer or auto (got "soon")"#,
         );
         refused(&["--require-auth"], &[], "--require-auth needs --auth-token or --auth-token-file");
-        config(&["--require-auth"], &[("DFLOCKD_AUTH_TOKEN", "t")]);
+        config(&["--require-auth"], &[("DFLOCKD_AUTH_TOKEN", "0123456789abcdef")]);
     }
 
     #[test]
@@ -2652,7 +2847,11 @@ mod tests {
         assert!(admin.auth_token.is_none());
         // A selected source is never passed over, even if the next one would do.
         refused(&["--auth-token="], &all, "--auth-token must not be empty");
-        check(&[], &[("DFLOCKD_AUTH_TOKEN", "")], Ok((|c| c.auth_token.is_none(), true)));
+        for name in ["DFLOCKD_AUTH_TOKEN", "DFLOCKD_AUTH_TOKEN_FILE", "DFLOCKD_ADMIN_TOKEN"] {
+            let message = "is set but empty: unset it for no token, or give it a value";
+            refused(&[], &[(name, "")], &format!("{name} {message}"));
+        }
+        config(&[flag], &[("DFLOCKD_AUTH_TOKEN", "")]);
         refused(&["--auth-token-file="], &all, r#"--auth-token-file must not be empty (got "")"#);
     }
 
@@ -2668,9 +2867,9 @@ mod tests {
         };
         refused_file("blank", b" \n\t", "--admin-token-file: PATH is empty");
         refused_file(
-            "two-lines",
-            b"a\nb",
-            "--admin-token-file: the token must not contain a line break",
+            "three-lines",
+            b"a\nb\nc",
+            "--admin-token-file: PATH has more than two lines: a token, and the one before it",
         );
         refused_file(
             "long",
@@ -2708,11 +2907,100 @@ mod tests {
         std::fs::write(&file.0, "new\n").unwrap();
         let secret = from_file.reload_auth_token().unwrap().unwrap();
         assert!(secret.matches(b"new") && !secret.matches(b"old"));
+        std::fs::write(&file.0, "newer\n\n new \r\n").unwrap();
+        let both = from_file.reload_auth_token().unwrap().unwrap();
+        assert!(both.newest().matches(b"newer") && both.matches(b"new") && !both.matches(b"old"));
         std::fs::write(&file.0, "\n").unwrap();
         assert!(from_file.reload_auth_token().is_err());
         assert!(Config::default().reload_auth_token().unwrap().is_none());
         let fixed = config(&["--auth-token=t"], &[]);
         assert!(fixed.reload_auth_token().unwrap().unwrap().matches(b"t"));
+    }
+
+    #[test]
+    fn weak_tokens() {
+        let long = "0123456789abcdef";
+        let raft = "r".repeat(32);
+        let short = |name: &str| {
+            format!(
+                "{name}: a token has fewer than 16 bytes and can be guessed; make one with openssl \
+                 rand -hex 32"
+            )
+        };
+        let equal = |one: &str, other: &str| {
+            format!("{one} and {other} have the same token: whoever has one right has the other")
+        };
+        let file = TokenFile::new("weak", format!("{long}\nold\n").as_bytes());
+        let node = [NODE, &[("DFLOCKD_RAFT_AUTH_TOKEN", &*raft)]].concat();
+        for (args, env, expected) in [
+            (&["--auth-token", long][..], &[][..], vec![]),
+            (&["--auth-token", &long[1..]], &[], vec![short("--auth-token")]),
+            (&["--auth-token-file", file.path()], &[], vec![short("--auth-token-file")]),
+            (&[], &[("DFLOCKD_ADMIN_TOKEN", "x")], vec![short("DFLOCKD_ADMIN_TOKEN")]),
+            (
+                &["--auth-token", long, "--admin-token", long],
+                &[],
+                vec![equal("--auth-token", "--admin-token")],
+            ),
+            (
+                &["--auth-token", "0", "--admin-token-file", file.path()],
+                &[],
+                vec![short("--auth-token"), short("--admin-token-file")],
+            ),
+            (
+                &["--admin-token", &raft],
+                &node,
+                vec![equal("--admin-token", "DFLOCKD_RAFT_AUTH_TOKEN")],
+            ),
+        ] {
+            let warned = config(args, env);
+            assert_eq!(warned.weak_tokens(), expected, "{args:?}");
+            assert!(expected.iter().all(|text| warned.warnings().contains(text)), "{args:?}");
+            if let (Some(first), true) = (expected.first(), warned.auth_token.is_some()) {
+                let args = [args, &["--require-auth"]].concat();
+                refused(&args, env, &format!("--require-auth: {first}"));
+            }
+        }
+        // What the server would not start with it does not take at a reload either.
+        let file = TokenFile::new("weak-reload", long.as_bytes());
+        let args = ["--auth-token-file", file.path(), "--admin-token=fedcba9876543210"];
+        let started = config(&[&args[..], &["--require-auth"]].concat(), &[]);
+        for weak in ["short", "fedcba9876543210"] {
+            std::fs::write(&file.0, weak).unwrap();
+            assert!(started.reload_auth_token().is_err(), "{weak}");
+            assert!(config(&args, &[]).reload_auth_token().is_ok(), "{weak}");
+        }
+    }
+
+    #[test]
+    fn files_that_others_can_read() {
+        use std::os::unix::fs::PermissionsExt;
+        let file = TokenFile::new("mode", b"0123456789abcdef");
+        let dir = std::env::temp_dir().join(format!("dflockd-mode-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let mode = |path: &Path, mode| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+        };
+        let node = [&NODE[1..], &[("DFLOCKD_RAFT_DIR", dir.to_str().unwrap())]].concat();
+        let both = config(&["--auth-token-file", file.path()], &node);
+        mode(&file.0, 0o600);
+        mode(&dir, 0o755);
+        assert_eq!(both.warnings_of_files(), [""; 0]);
+        mode(&file.0, 0o604);
+        mode(&dir, 0o777);
+        let (shown, path) = (dir.display(), file.path());
+        assert_eq!(
+            both.warnings_of_files(),
+            [
+                format!("--auth-token-file: {path} can be read by other users; chmod 600 it"),
+                format!("--raft-dir: {shown} can be changed by other users; chmod 700 it"),
+            ]
+        );
+        std::fs::remove_dir(&dir).unwrap();
+        // How service managers hand a secret of root to the group of the server.
+        mode(&file.0, 0o440);
+        let owner = mode_and_owner(&file.0).unwrap().1;
+        assert_eq!(is_readable_by_others(&file.0), owner != 0);
     }
 
     #[test]
@@ -2764,22 +3052,32 @@ mod tests {
         for host in ["0.0.0.0", "::", "10.0.0.1", "example.org"] {
             assert_eq!(config(&["--host", host], &[]).warnings().len(), 2, "{host}");
         }
-        let some = ["--host=0.0.0.0", "--max-connections=9", "--auth-token=t"];
+        let some = ["--host=0.0.0.0", "--max-connections=9", "--auth-token=0123456789abcdef"];
         assert_eq!(
             config(&some, &[]).warnings(),
-            ["--host 0.0.0.0 is not a loopback address and these limits are unlimited: \
-              --max-connections-per-ip, --max-waiters"]
+            [
+                "--host 0.0.0.0 is not a loopback address and these limits are unlimited: \
+                 --max-connections-per-ip, --max-waiters",
+                "tokens go over the network in plain text: --host 0.0.0.0 without --tls-cert",
+            ]
         );
         let all = ["--max-connections-per-ip=1", "--max-waiters=1"];
-        assert!(config(&[&some[..], &all].concat(), &[]).warnings().is_empty());
+        let tls = ["--tls-cert=/c", "--tls-key=/k"];
+        assert!(config(&[&some[..], &all, &tls].concat(), &[]).warnings().is_empty());
+        let three = ["--http-port=1", "--grpc-port=2", "--http-host=::", "--grpc-host=10.0.0.1"];
+        let warnings = config(&[&three[..], &some[2..]].concat(), &[]).warnings();
+        let plain = "tokens go over the network in plain text: --http-host ::, --grpc-host 10.0.0.1 \
+                     without --tls-cert";
+        assert!(warnings.iter().any(|warning| warning == plain), "{warnings:?}");
     }
 
     #[test]
     fn the_http_interface() {
-        let both = config(&["--http-port=8080", "--host=10.0.0.1", "--auth-token=t"], &[]);
+        let both = ["--http-port=8080", "--host=10.0.0.1", "--auth-token=0123456789abcdef"];
+        let both = config(&both, &[]);
         assert_eq!(both.http_address(), Some(("10.0.0.1", 8080)));
         assert_eq!(
-            both.warnings(),
+            both.warnings()[..1],
             ["--host 10.0.0.1 is not a loopback address and these limits are unlimited: \
               --max-connections-per-ip, --max-waiters, --http-max-sessions, \
               --http-max-sessions-per-ip, --http-max-connections-per-ip, --http-rate-limit-per-ip"]
@@ -2816,12 +3114,13 @@ mod tests {
         assert_eq!(both.grpc_address(), Some(("10.0.0.1", 8081)));
         let here = config(&["--grpc-port=8081", "--grpc-host=::1"], &[]);
         assert_eq!(here.grpc_address(), Some(("::1", 8081)));
-        let open = config(&["--grpc-port=8081", "--grpc-host=::", "--auth-token=t"], &[]);
+        let open = ["--grpc-port=8081", "--grpc-host=::", "--auth-token=0123456789abcdef"];
+        let open = config(&open, &[]);
         assert_eq!(
-            open.warnings(),
+            open.warnings()[..1],
             ["--grpc-host :: is not a loopback address and these limits are unlimited: \
               --max-waiters, --http-max-sessions, --http-max-sessions-per-ip, \
-              --http-max-connections-per-ip"]
+              --http-max-connections-per-ip, --http-rate-limit-per-ip"]
         );
         refused(&["--grpc-port=6388"], &[], "--grpc-port must differ from --port (got 6388)");
         let both = ["--grpc-port=81", "--http-port=81"];
@@ -2849,7 +3148,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 79);
+        assert_eq!(settings.len(), 81);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

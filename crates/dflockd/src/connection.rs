@@ -8,7 +8,7 @@
 //! What other connections cause (grants, pushes) arrives in the [`Inbox`], which any thread may fill.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -19,6 +19,7 @@ use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, 
 use parking_lot::Mutex;
 
 use crate::audit::{By, Deed};
+use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
 use crate::logging;
 use crate::operate::{self, Backup};
@@ -38,8 +39,16 @@ const OUTPUT_HIGH: usize = 64 * 1024;
 const OPEN_MAX: usize = 65_536;
 /// How long an answer from behind a log is waited for when the client sends nothing more and the request may wait.
 const LINGER: Span = Span::from_millis(250);
-/// The pause between a failed authentication and the close.
+/// The pause before a failed authentication is answered and the connection closed.
 const AUTH_PAUSE: Span = Span::from_millis(100);
+/// How long a client whose token was dropped has to read that.
+const LAST_WORD: Span = Span::from_millis(500);
+/// What may be kept of a request before its client has authenticated, unless a valid token is longer.
+const STRANGER_BYTES_MAX: usize = 4096;
+/// Room for the lines around a token.
+const AUTH_LINES_BYTES_MAX: usize = 1024;
+/// Attempts to attach to a session that does not exist, after which a connection is closed.
+const FAILED_ATTACHES_MAX: u8 = 10;
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
 const WRITE_PROGRESS: usize = 64 * 1024;
 
@@ -163,6 +172,16 @@ pub struct Connection {
     inbox: Arc<Inbox>,
     me: Attachment,
     peer: Arc<str>,
+    origin: Origin,
+    /// The token it came with.
+    pass: Pass,
+    /// How often tokens had been dropped when that was last looked at.
+    generation: u64,
+    /// A refusal that is told when the pause is over, and the number of its request.
+    refusal: Option<Option<u64>>,
+    failed_attaches: u8,
+    /// The token it came with is no longer valid, and its client has until then to read that.
+    revoked: Option<Timestamp>,
     phase: Phase,
     decoder: Decoder,
     /// Input that is not used yet: part of a request, or what came behind a blocking one.
@@ -252,7 +271,7 @@ impl Connection {
     #[must_use]
     pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: Arc<str>) -> Self {
         let now = service.engine.clock().now();
-        let phase = if service.auth.load().is_some() { Phase::Stranger } else { Phase::Ready };
+        let phase = if service.auth.is_required() { Phase::Stranger } else { Phase::Ready };
         let wishes = Wishes { fence: service.wire_fence, lease_status: service.wire_fence };
         let mut connection = Self {
             decoder: Decoder::new(service.value_bytes_max),
@@ -260,6 +279,12 @@ impl Connection {
             inbox,
             me,
             peer,
+            origin: Origin::new(IpAddr::from(Ipv4Addr::LOCALHOST)),
+            pass: Pass::OPEN,
+            generation: 0,
+            refusal: None,
+            failed_attaches: 0,
+            revoked: None,
             phase,
             pending: Vec::new(),
             output: Vec::new(),
@@ -291,6 +316,13 @@ impl Connection {
         connection
     }
 
+    /// Counts what it does wrong for this address; otherwise it counts for this machine.
+    #[must_use]
+    pub fn coming_from(mut self, address: IpAddr) -> Self {
+        self.origin = Origin::new(address);
+        self
+    }
+
     /// The connection's number.
     #[must_use]
     pub fn id(&self) -> SessionId {
@@ -300,6 +332,7 @@ impl Connection {
     /// Bytes from the client.
     pub fn handle_input(&mut self, bytes: &[u8], pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
+        self.look_at_pass();
         if matches!(self.phase, Phase::Closing(_) | Phase::Over) {
             return;
         }
@@ -314,6 +347,10 @@ impl Connection {
         if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX && !replicated {
             self.log("too much input behind a blocking command");
             self.phase = Phase::Over;
+        }
+        if self.phase == Phase::Stranger && self.pending.len() > self.stranger_bytes_max() {
+            self.handle_long_line();
+            self.pending = Vec::new();
         }
         self.arm();
     }
@@ -330,7 +367,14 @@ impl Connection {
     /// Handles what others left in the inbox.
     pub fn handle_messages(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
+        self.look_at_pass();
         let ending = self.inbox.ending.swap(false, Ordering::AcqRel);
+        if self.revoked.is_some() {
+            // Nothing more is told, so nothing is given either.
+            let untold = self.inbox.take();
+            self.give_back(untold, pokes);
+            return self.arm();
+        }
         if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
             self.log("closed: it reads its pushes too slowly");
             // What was put aside stays there: after a line that was dropped nothing more may be told.
@@ -354,13 +398,23 @@ impl Connection {
     /// An instant that [`Connection::next_deadline`] named may have come.
     pub fn handle_time(&mut self) {
         self.now = self.service.engine.clock().now();
-        let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= self.now);
+        let now = self.now;
+        let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= now);
         if due(self.deadlines.write) {
             tracing::debug!(peer = %self.peer, "closed: write timeout");
             self.phase = Phase::Over;
         }
+        if let Phase::Closing(at) = self.phase
+            && at <= self.now
+            && let Some(number) = self.refusal.take()
+        {
+            self.respond(number, &Response::Error(ErrorCode::Auth));
+        }
         match self.phase {
-            Phase::Stranger if due(self.deadlines.read) => self.refuse_stranger(),
+            Phase::Stranger if due(self.deadlines.read) => {
+                self.service.metrics.auth_failed(Door::Line, TokenKind::Client, Denied::Wrong);
+                self.refuse(None);
+            }
             Phase::Ready if due(self.deadlines.read) => {
                 self.reject(self.no_number(), ParseError::READ_TIMEOUT);
                 self.close();
@@ -406,6 +460,31 @@ impl Connection {
         self.arm();
     }
 
+    /// A token is no longer valid: what came with it ends, and its client is told why.
+    pub fn handle_revoke(&mut self) {
+        self.now = self.service.engine.clock().now();
+        self.look_at_pass();
+    }
+
+    /// Ends the conversation if a token was dropped that it came with.
+    fn look_at_pass(&mut self) {
+        let generation = self.service.auth.generation();
+        if generation == self.generation {
+            return;
+        }
+        self.generation = generation;
+        let is_valid = self.service.auth.is_valid(TokenKind::Client, self.pass);
+        if self.phase != Phase::Ready || is_valid {
+            return;
+        }
+        self.revoked = Some(self.now + LAST_WORD);
+        self.service.metrics.revoked(Door::Line);
+        tracing::info!(peer = %self.peer, conn = self.me.id().0, "closed: its token was dropped");
+        self.respond(self.no_number(), &Response::Error(ErrorCode::Auth));
+        self.close();
+        self.arm();
+    }
+
     /// Ends the session, or leaves it to be attached again. To be called once, when the connection is over.
     pub fn end(&mut self, pokes: &mut Pokes) {
         self.phase = Phase::Over;
@@ -416,13 +495,7 @@ impl Connection {
             for (_, place, outcome) in self.unwritten.drain(..) {
                 engine.undo(place, &outcome, pokes);
             }
-            for message in left {
-                if let Message::Reply(request, outcome) = message
-                    && let Some(Open { place: Some(place), .. }) = self.take_open(request)
-                {
-                    engine.undo(place, &outcome, pokes);
-                }
-            }
+            self.give_back(left, pokes);
             // Nobody could ever claim what comes of it; places taken by an enqueue stay.
             if self.kept
                 && let Some((request, Open { place: Some(place), .. })) = self.blocked
@@ -430,7 +503,30 @@ impl Connection {
                 engine.cancel(&self.me, request, place, pokes);
             }
         }
-        engine.close(&self.me, self.input_ended, self.has_reference, pokes);
+        // It may end by itself just when its token is dropped.
+        let is_valid = self.service.auth.is_valid(TokenKind::Client, self.pass);
+        if self.revoked.is_some() || self.kept && !is_valid {
+            let request = self.request_id(None);
+            engine.end_revoked(&self.me, request, pokes);
+        } else {
+            if self.kept {
+                self.service.detached.note(&self.me, self.pass);
+            }
+            engine.close(&self.me, self.input_ended, self.has_reference, pokes);
+        }
+    }
+
+    /// Undoes what was granted in answers that nobody will be told. What a numbered request of a kept session came to
+    /// goes with the session.
+    fn give_back(&mut self, untold: VecDeque<Message>, pokes: &mut Pokes) {
+        for message in untold {
+            if let Message::Reply(request, outcome) = message
+                && let Some(Open { place: Some(place), .. }) = self.take_open(request)
+                && !(self.kept && self.numbered)
+            {
+                self.service.engine.undo(place, &outcome, pokes);
+            }
+        }
     }
 
     /// Bytes to write.
@@ -537,7 +633,9 @@ impl Connection {
         match self.phase {
             Phase::Over => true,
             Phase::Closing(at) => {
-                self.output().is_empty() && at <= self.service.engine.clock().now()
+                self.refusal.is_none()
+                    && self.output().is_empty()
+                    && at <= self.service.engine.clock().now()
             }
             Phase::Stranger | Phase::Ready => false,
         }
@@ -672,30 +770,34 @@ impl Connection {
             Some((Op::Auth, Ok(Request::Auth { token }))) => Some(token),
             _ => None,
         };
-        // Compared in every case, so that the time it takes tells nothing.
-        let auth = self.service.auth.load();
-        let matches = auth.as_ref().is_none_or(|token| token.matches(presented.unwrap_or(b"")));
-        if !(matches && presented.is_some()) {
-            return self.refuse_stranger();
-        }
+        let admitted = self.service.admit(TokenKind::Client, Door::Line, &self.origin, presented);
+        let Some(pass) = admitted.ok().filter(|_| presented.is_some()) else {
+            return self.refuse(None);
+        };
         if self.service.is_draining() {
             self.respond(None, &Response::Error(ErrorCode::Draining));
             return self.close();
         }
+        self.pass = pass;
         self.phase = Phase::Ready;
         self.respond(None, &Response::Ok);
     }
 
-    fn refuse_stranger(&mut self) {
-        self.service.metrics.auth_failed(Door::Line);
-        self.log("authentication failed");
-        self.respond(None, &Response::Error(ErrorCode::Auth));
+    /// Refuses a request for its token and closes, both after a pause.
+    fn refuse(&mut self, number: Option<u64>) {
+        self.refusal = Some(number);
         self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+    }
+
+    /// How much of a request is kept before its client has authenticated.
+    fn stranger_bytes_max(&self) -> usize {
+        STRANGER_BYTES_MAX.max(self.service.auth.longest() + AUTH_LINES_BYTES_MAX)
     }
 
     fn handle_long_line(&mut self) {
         if self.phase == Phase::Stranger {
-            return self.refuse_stranger();
+            self.service.metrics.auth_failed(Door::Line, TokenKind::Client, Denied::Wrong);
+            return self.refuse(None);
         }
         self.reject(self.no_number(), ParseError::LINE_TOO_LONG);
         self.close();
@@ -724,12 +826,9 @@ impl Connection {
         | Request::Cluster { token, .. } = *request
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
         {
-            if !self.is_admin(token) {
-                self.service.metrics.auth_failed(Door::Line);
-                self.log("admin authentication failed");
-                self.respond(number, &Response::Error(ErrorCode::Auth));
-                self.phase = Phase::Closing(self.now + AUTH_PAUSE);
-                return;
+            if self.service.admit(TokenKind::Admin, Door::Line, &self.origin, Some(token)).is_err()
+            {
+                return self.refuse(number);
             }
             // What can not be written down is not done.
             if !logging::audit_has_room() {
@@ -935,7 +1034,13 @@ impl Connection {
             Err(code) => {
                 // Never a new session in place of the one asked for. The client may greet again.
                 self.fresh = true;
-                return self.respond(number, &Response::Error(code));
+                self.respond(number, &Response::Error(code));
+                self.failed_attaches += u8::from(code == ErrorCode::Error);
+                if self.failed_attaches >= FAILED_ATTACHES_MAX {
+                    tracing::warn!(peer = %self.peer, "closed: too many unknown sessions");
+                    self.close();
+                }
+                return;
             }
         };
         self.me = session;
@@ -1084,10 +1189,6 @@ impl Connection {
         }
     }
 
-    fn is_admin(&self, token: &[u8]) -> bool {
-        self.service.admin.load().as_ref().is_some_and(|admin| admin.matches(token))
-    }
-
     fn audit(&self, request: &Request<'_>, submitted: &Submitted) {
         if let Request::ForceRelease { key, fence, reason, .. } = *request {
             let deed = Deed::EndHold { key: key.to_vec(), fence };
@@ -1158,6 +1259,12 @@ impl Connection {
         {
             self.deadlines.write = service.write_timeout.map(|timeout| self.now + timeout);
             self.deadlines.write_progress = 0;
+        }
+        if let Some(last) = self.revoked
+            && !self.output().is_empty()
+        {
+            // Who does not read why must not keep what it has for longer.
+            self.deadlines.write = Some(self.deadlines.write.map_or(last, |at| at.min(last)));
         }
     }
 }

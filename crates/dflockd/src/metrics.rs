@@ -30,6 +30,7 @@ pub(crate) use self::page::CONTENT_TYPE;
 use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
+use crate::auth::{Denied, TokenKind};
 use crate::logging;
 use crate::service::{Service, seconds};
 
@@ -67,7 +68,10 @@ struct DoorCounts {
     connections: AtomicU64,
     connections_max: AtomicU64,
     refused: AtomicU64,
-    auth_failures: AtomicU64,
+    /// By the kind of token.
+    auth_failures: [AtomicU64; 2],
+    auth_throttled: [AtomicU64; 2],
+    revoked: AtomicU64,
 }
 
 /// Answers with the same method, route and status.
@@ -158,9 +162,18 @@ impl Metrics {
         self.doors[door as usize].refused.fetch_add(1, Relaxed);
     }
 
-    /// Somebody had a wrong token, or none.
-    pub(crate) fn auth_failed(&self, door: Door) {
-        self.doors[door as usize].auth_failures.fetch_add(1, Relaxed);
+    /// Somebody had a wrong token, or none, or may not try any more.
+    pub(crate) fn auth_failed(&self, door: Door, kind: TokenKind, denied: Denied) {
+        let counts = &self.doors[door as usize];
+        counts.auth_failures[kind as usize].fetch_add(1, Relaxed);
+        if denied == Denied::TooMany {
+            counts.auth_throttled[kind as usize].fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Something ended because it came with a token that is no longer valid.
+    pub(crate) fn revoked(&self, door: Door) {
+        self.doors[door as usize].revoked.fetch_add(1, Relaxed);
     }
 
     /// How many HTTP sessions there are.
@@ -221,7 +234,16 @@ impl Metrics {
         let counts = |door: Door| &self.doors[door as usize];
         page.by(&n::CONNECTIONS_MAX, each(&|door| counts(door).connections_max.load(Relaxed)));
         page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
-        page.by(&n::AUTH_FAILURES, each(&|door| counts(door).auth_failures.load(Relaxed)));
+        let tokens = |count: fn(&DoorCounts) -> &[AtomicU64; 2]| {
+            let rows = doors.into_iter().flat_map(|door| TokenKind::ALL.map(|kind| (door, kind)));
+            rows.map(move |(door, kind)| {
+                let labels = [door_name(door).to_owned(), kind.name().to_owned()];
+                (labels, count(counts(door))[kind as usize].load(Relaxed))
+            })
+        };
+        page.values(&n::AUTH_FAILURES, tokens(|counts| &counts.auth_failures));
+        page.values(&n::AUTH_THROTTLED, tokens(|counts| &counts.auth_throttled));
+        page.by(&n::REVOKED, each(&|door| counts(door).revoked.load(Relaxed)));
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }

@@ -37,7 +37,7 @@ pub fn run_process(args: impl IntoIterator<Item = String>) -> ExitCode {
         eprintln!("panic at {place}: {message}");
         tracing::error!(place, message, "panic");
     }));
-    for warning in config.warnings() {
+    for warning in config.warnings().into_iter().chain(config.warnings_of_files()) {
         tracing::warn!("{warning}");
     }
     if let Err(error) = rlimit::increase_nofile_limit(u64::MAX) {

@@ -13,6 +13,7 @@ use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, mpsc};
 
+use crate::auth::TokenKind;
 use crate::cluster;
 use crate::config::{Config, Secret};
 use crate::descriptors::{self, Connections, Descriptors};
@@ -229,12 +230,15 @@ impl Running {
             }
             Err(error) => tracing::error!(error = format!("{error:#}"), "certificate not reloaded"),
         }
+        let auth = &self.service.auth;
         match self.config.reload_auth_token() {
-            Ok(token) => self.service.auth.store(token.map(Arc::new)),
+            Ok(tokens) if auth.replace(TokenKind::Client, tokens.as_ref()) => self.revoke(),
+            Ok(_) => {}
             Err(error) => tracing::error!(%error, "auth token not reloaded"),
         }
         match self.config.reload_admin_token() {
-            Ok(token) => self.service.admin.store(token.map(Arc::new)),
+            // Operators show their token with each request; only streams have to be told, and hear of it themselves.
+            Ok(tokens) => drop(auth.replace(TokenKind::Admin, tokens.as_ref())),
             Err(error) => tracing::error!(%error, "admin token not reloaded"),
         }
         if let Some(member) = self.service.engine.replicated()
@@ -254,6 +258,19 @@ impl Running {
             }
         }
         tracing::info!("reloaded");
+    }
+
+    /// Ends what came with a token that is no longer valid.
+    fn revoke(&self) {
+        tracing::info!("an auth token was dropped: what came with it ends");
+        self.peers.revoke();
+        if let Some(http) = &self.http {
+            http.app.revoke();
+        }
+        if let Some(grpc) = &self.grpc {
+            grpc.app.revoke();
+        }
+        tokio::spawn(Arc::clone(&self.service).end_detached());
     }
 
     async fn drain(&self, signals: &mut mpsc::UnboundedReceiver<Signal>) {
@@ -405,5 +422,8 @@ async fn tidy(service: Arc<Service>) {
             let peer = peer.map(tracing::field::display);
             tracing::warn!(peer, kind, count, "log lines left out");
         }
+        service.auth.sweep();
+        let service = Arc::clone(&service);
+        let _ = tokio::task::spawn_blocking(move || service.tidy_detached()).await;
     }
 }

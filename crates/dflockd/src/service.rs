@@ -1,21 +1,19 @@
 //! What all connections share: the engine, the settings they look at, the tokens, the drain.
 
-use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use arc_swap::ArcSwapOption;
-use axum::http::header::AUTHORIZATION;
-use axum::http::{HeaderMap, HeaderValue};
 use dflockd_core::{Limits, Shared, Span};
 use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
 use parking_lot::Mutex;
 
 use crate::audit::Audit;
-use crate::config::{Config, FollowerMode, GrantDelay, Secret};
+use crate::auth::Auth;
+use crate::config::{Config, FollowerMode, GrantDelay};
+use crate::detached::Detached;
 use crate::feed::Feed;
 use crate::metrics::Metrics;
 use crate::report;
@@ -33,8 +31,10 @@ pub struct Service {
     pub engine: Arc<Engine>,
     /// How many line-protocol connections there are.
     pub connections: AtomicUsize,
-    pub(crate) auth: ArcSwapOption<Secret>,
-    pub(crate) admin: ArcSwapOption<Secret>,
+    /// Who may use the server.
+    pub(crate) auth: Auth,
+    /// Kept sessions whose clients are away.
+    pub(crate) detached: Detached,
     pub(crate) draining: AtomicBool,
     pub(crate) read_timeout: Span,
     pub(crate) write_timeout: Option<Span>,
@@ -127,8 +127,8 @@ impl Service {
             telemetry: telemetry::start(config)?,
             engine,
             connections: AtomicUsize::new(0),
-            auth: ArcSwapOption::from_pointee(config.auth_token.clone()),
-            admin: ArcSwapOption::from_pointee(config.admin_token.clone()),
+            auth: Auth::new(config),
+            detached: Detached::default(),
             draining: AtomicBool::new(false),
             read_timeout: span(config.read_timeout),
             write_timeout: some(config.write_timeout),
@@ -140,24 +140,6 @@ impl Service {
             background: Box::new(background),
             stats: Mutex::new(None),
         })
-    }
-
-    /// Whether the headers of a request carry the auth token, if one is needed.
-    pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
-        let token = self.auth.load();
-        let Some(token) = &*token else { return true };
-        let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
-        let Some((scheme, credentials)) = presented.split_at_checked(7) else { return false };
-        scheme.eq_ignore_ascii_case(b"bearer ") && token.matches(credentials.trim_ascii())
-    }
-
-    /// Notes that somebody had a wrong token, or none, unless there were many such lines.
-    pub(crate) fn log_unauthenticated(&self, peer: Option<IpAddr>, kind: &'static str) {
-        let address = peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-        if let Some(suppressed) = self.log_budget.admit(address, kind) {
-            let peer = peer.map(tracing::field::display);
-            tracing::warn!(peer, suppressed, "{kind}");
-        }
     }
 
     /// Whether the server is shutting down.

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
-use dflockd_engine::Door;
+use dflockd_engine::{AddressKey, Door};
 use mio::net::TcpStream;
 use parking_lot::Mutex;
 use rustls::ServerConfig;
@@ -43,7 +43,7 @@ pub(crate) struct Peers {
 
 #[derive(Default)]
 struct Seats {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
@@ -118,7 +118,7 @@ impl Peers {
     }
 
     fn take_seat(&self, address: SocketAddr) -> bool {
-        let address = address.ip().to_canonical();
+        let address = AddressKey::from(address.ip());
         let mut seats = self.seats.lock();
         let here = seats.by_address.get(&address).copied().unwrap_or(0);
         if self.per_address_max > 0 && here >= self.per_address_max {
@@ -136,7 +136,7 @@ impl Peers {
 
     /// A connection is closed.
     fn leave_seat(&self, address: IpAddr) {
-        let address = address.to_canonical();
+        let address = AddressKey::from(address);
         let mut seats = self.seats.lock();
         self.connections.leave(Door::Line);
         seats.total -= 1;
@@ -156,6 +156,13 @@ impl Peers {
     pub(crate) fn drain(&self) {
         for worker in &self.workers {
             worker.order(Order::Drain);
+        }
+    }
+
+    /// Ends the connections that came with a token that is no longer valid.
+    pub(crate) fn revoke(&self) {
+        for worker in &self.workers {
+            worker.order(Order::Revoke);
         }
     }
 

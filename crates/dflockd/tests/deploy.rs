@@ -69,14 +69,21 @@ impl Tokens {
     fn new(test: &str) -> Self {
         let path =
             std::env::temp_dir().join(format!("dflockd-deploy-{}-{test}", std::process::id()));
-        fs::write(&path, "0123456789abcdef0123456789abcdef").expect("it can be written");
+        fs::create_dir(&path).expect("it can be made");
         Self(path)
+    }
+
+    /// The file for a setting, with a token that no other has.
+    fn file(&self, setting: &str) -> String {
+        let path = self.0.join(setting);
+        fs::write(&path, format!("{setting}-0123456789abcdef")).expect("it can be written");
+        path.display().to_string()
     }
 }
 
 impl Drop for Tokens {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.0);
+        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -85,7 +92,7 @@ impl Drop for Tokens {
 fn starts(mut settings: BTreeMap<String, String>, tokens: &Tokens) -> (String, Vec<String>) {
     for (name, value) in &mut settings {
         if name.ends_with("_FILE") {
-            *value = tokens.0.display().to_string();
+            *value = tokens.file(name);
         }
     }
     let parsed = Config::from_args(Vec::new(), &|name| settings.get(name).cloned());
@@ -197,6 +204,24 @@ fn nodes_of_compose_start() {
             assert!(compose["secrets"][secret.as_str().unwrap()]["file"].is_string());
         }
     }
+}
+
+/// GUARANTEES 48: an image that listens everywhere does not start without a token.
+#[test]
+fn the_image_needs_a_token() {
+    let text = read("docker/Dockerfile");
+    let settings = text.lines().filter_map(|line| line.strip_prefix("ENV ")?.split_once('='));
+    let mut settings: BTreeMap<&str, String> =
+        settings.map(|(name, value)| (name, value.to_owned())).collect();
+    assert_eq!(settings["DFLOCKD_HOST"], "0.0.0.0");
+    let parse = |settings: &BTreeMap<&str, String>| {
+        Config::from_args(Vec::new(), &|name| settings.get(name).cloned())
+    };
+    let refused = parse(&settings).unwrap_err().to_string();
+    assert!(refused.contains("--require-auth needs --auth-token"), "{refused}");
+    let tokens = Tokens::new("image");
+    settings.insert("DFLOCKD_AUTH_TOKEN_FILE", tokens.file("auth"));
+    assert!(matches!(parse(&settings), Ok(Parsed::Run(_))));
 }
 
 #[test]

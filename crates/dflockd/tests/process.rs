@@ -20,4 +20,5 @@ mod process {
     mod support;
     mod systemd;
     mod tls;
+    mod tokens;
 }

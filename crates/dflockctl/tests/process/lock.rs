@@ -41,6 +41,20 @@ fn the_program_knows_its_lock() {
     }
 }
 
+/// The program gets the credential of its hold, not those of the server.
+#[test]
+fn the_program_does_not_get_the_tokens_of_the_server() {
+    let server = Server::start(&["--auth-token", "the-token-of-clients"]);
+    let script = "echo \"[$DFLOCKD_AUTH_TOKEN][$DFLOCKD_ADMIN_TOKEN][$DFLOCKD_AUTH_TOKEN_FILE]\"";
+    let ran = server
+        .ctl(&["lock", "k", "--", "sh", "-c", script])
+        .env("DFLOCKD_AUTH_TOKEN", "the-token-of-clients")
+        .env("DFLOCKD_ADMIN_TOKEN", "the-token-of-operators")
+        .run()
+        .expect(0);
+    assert_eq!(ran.out, "[][][]\n");
+}
+
 #[test]
 fn programs_that_can_not_be_run() {
     let server = Server::start(&[]);

@@ -72,6 +72,9 @@ fn tokens() {
     server.ctl(&["lock", "k", "--auth-token-file", &right, "--", "true"]).run().expect(0);
     server.ctl(&["ping"]).env("DFLOCKD_AUTH_TOKEN", "secret").run().expect(0);
     server.ctl(&["ping"]).env("DFLOCKD_AUTH_TOKEN_FILE", &right).run().expect(0);
+    // The file of the server, while its token changes.
+    let both = dir.write("both", "\n secret \nolder\n");
+    server.ctl(&["ping", "--auth-token-file", &both]).run().expect(0);
     let empty = dir.write("empty", "\n");
     server.ctl(&["ping", "--auth-token-file", &empty]).run().refused(64, "is empty");
     let profile = format!(

@@ -463,6 +463,13 @@ impl Machine {
         self.registry.kept.get(&session).map_or(Some(Run::of(session)), |kept| kept.home)
     }
 
+    /// How often a kept session was attached, if it waits for its client now.
+    #[must_use]
+    pub fn detached_epoch(&self, session: SessionId) -> Option<u64> {
+        let kept = self.registry.kept.get(&session)?;
+        kept.home.is_none().then_some(kept.epoch.into())
+    }
+
     /// Whether a session outlives its connection.
     #[must_use]
     pub fn is_kept(&self, session: SessionId) -> bool {

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use axum::http::HeaderMap;
 use dflockd_core::{Outcome, Refusal, SessionId};
 use dflockd_engine::Door;
 use dflockd_wire::grpc::admin_server::Admin;
@@ -15,11 +14,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::WRONG_TOKEN_PAUSE;
+use super::gate::{TOO_MANY, WRONG_TOKEN_PAUSE};
 use super::locks::done;
 use super::session_calls::Told;
 use super::{Api, App, Peer, blocking, fields, open};
 use crate::audit::{By, Deed, Record};
+use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::logging;
 use crate::metrics::door_name;
 use crate::operate;
@@ -34,7 +34,7 @@ impl Admin for Api {
         request: Request<ForceReleaseRequest>,
     ) -> Result<Response<ForceReleaseResponse>, Status> {
         self.0.check_admin(&request).await?;
-        let (Peer(peer), request) = open(request)?;
+        let (Peer(peer, _), request) = open(request)?;
         let (key, space) = (fields::key(&request.key)?, fields::space(request.mode)?);
         let hold = (key.to_vec(), space, request.fence);
         let reason = fields::reason(&request.reason)?.to_owned();
@@ -77,7 +77,7 @@ impl Admin for Api {
         request: Request<EndSessionRequest>,
     ) -> Result<Response<EndSessionResponse>, Status> {
         self.0.check_admin(&request).await?;
-        let (Peer(peer), EndSessionRequest { number, reason }) = open(request)?;
+        let (Peer(peer, _), EndSessionRequest { number, reason }) = open(request)?;
         let reason = fields::reason(&reason)?.to_owned();
         let by = By::address(Door::Grpc, peer);
         let ended =
@@ -96,19 +96,23 @@ impl Admin for Api {
         &self,
         request: Request<AuditRequest>,
     ) -> Result<Response<Self::AuditStream>, Status> {
-        self.0.check_admin(&request).await?;
-        let (Peer(peer), request) = open(request)?;
+        let pass = self.0.check_admin(&request).await?;
+        let (Peer(peer, _), request) = open(request)?;
         let app = Arc::clone(&self.0);
         let seat = app.sessions.seat(peer)?;
         let (sender, records) = mpsc::channel(RECORDS_MAX);
         tokio::spawn(async move {
             let _seat = seat;
-            tokio::select! {
+            let ended = tokio::select! {
                 () = tell_audit(&app, request, &sender) => return,
                 () = sender.closed() => return,
-                () = app.drained() => {}
-            }
-            let _ = sender.send(Err(Refused::draining().into())).await;
+                () = app.drained() => Refused::draining(),
+                () = app.service.auth.revoked(TokenKind::Admin, pass) => {
+                    app.service.metrics.revoked(Door::Grpc);
+                    Refused::admin_revoked()
+                }
+            };
+            let _ = sender.send(Err(ended.into())).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(records))))
     }
@@ -167,20 +171,20 @@ fn told(record: &Record) -> AuditRecord {
 }
 
 impl App {
-    /// Whether a call carries the admin token.
-    pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<(), Refused> {
-        let Some(token) = self.service.admin.load_full() else {
-            let text = "no admin token is configured";
-            return Err(Refused::new(Code::FailedPrecondition, Reason::AdminDisabled, text));
-        };
-        let headers: &HeaderMap = request.metadata().as_ref();
-        let presented = headers.get("x-dflockd-admin");
-        if presented.is_some_and(|presented| token.matches(presented.as_bytes())) {
-            let has_room = logging::audit_has_room();
-            return if has_room { Ok(()) } else { Err(Refused::unavailable()) };
+    /// Whether a call carries an admin token, and which.
+    pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<Pass, Refused> {
+        let origin = request.extensions().get::<Origin>().ok_or_else(Refused::internal)?;
+        match self.service.admit_admin(Door::Grpc, origin, request.metadata().as_ref()) {
+            // What can not be written down is not done.
+            Ok(_) if !logging::audit_has_room() => return Err(Refused::unavailable()),
+            Ok(pass) => return Ok(pass),
+            Err(Denied::Disabled) => {
+                let text = "no admin token is configured";
+                return Err(Refused::new(Code::FailedPrecondition, Reason::AdminDisabled, text));
+            }
+            Err(Denied::TooMany) => return Err(Refused::rate_limited(TOO_MANY)),
+            Err(Denied::Wrong) => {}
         }
-        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-        self.service.log_unauthenticated(peer, "admin authentication failed");
         tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         let text = "a valid admin token is required";
         Err(Refused::new(Code::PermissionDenied, Reason::NotAdmin, text))

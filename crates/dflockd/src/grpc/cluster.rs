@@ -168,7 +168,7 @@ impl Cluster for Api {
         &self,
         request: Request<HealthRequest>,
     ) -> Result<Response<Self::HealthStream>, Status> {
-        let Peer(peer) = Peer::of(&request)?;
+        let Peer(peer, _) = Peer::of(&request)?;
         let app = Arc::clone(&self.0);
         let seat = app.sessions.seat(peer)?;
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
@@ -216,7 +216,12 @@ impl App {
         Ok(Response::new(ClusterResponse {}))
     }
 
-    async fn perform(&self, Peer(peer): Peer, wish: Wish, reason: &str) -> Result<Done, Refused> {
+    async fn perform(
+        &self,
+        Peer(peer, _): Peer,
+        wish: Wish,
+        reason: &str,
+    ) -> Result<Done, Refused> {
         self.cluster()?;
         let (service, reason) = (Arc::clone(&self.service), reason.to_owned());
         let done = whole(async move {

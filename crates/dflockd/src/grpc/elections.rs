@@ -100,7 +100,7 @@ impl Elections for Api {
         &self,
         request: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
-        let (Peer(peer), request) = open(request)?;
+        let (Peer(peer, _), request) = open(request)?;
         let key = fields::key(&request.key)?.to_vec();
         let app = Arc::clone(&self.0);
         let seat = app.sessions.seat(peer)?;

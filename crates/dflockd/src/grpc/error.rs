@@ -12,6 +12,8 @@ use crate::caller::Gone;
 
 /// When a call that the server could not answer now may come again.
 const RETRY_MS: u64 = 200;
+/// When one that came too often may: rates are per second.
+const RATE_RETRY_MS: u64 = 1000;
 /// Where the type of the details is found.
 const TYPE_URL: &str = "type.googleapis.com/dflockd.v1.ErrorInfo";
 
@@ -46,6 +48,25 @@ impl Refused {
 
     pub(crate) fn unauthenticated() -> Self {
         Self::new(Code::Unauthenticated, Reason::Unauthenticated, "a valid auth token is required")
+    }
+
+    /// The token was right once.
+    pub(crate) fn revoked() -> Self {
+        let text = "the auth token is no longer valid";
+        Self::new(Code::Unauthenticated, Reason::Unauthenticated, text).perhaps()
+    }
+
+    /// The admin token was right once.
+    pub(crate) fn admin_revoked() -> Self {
+        let text = "the admin token is no longer valid";
+        Self::new(Code::PermissionDenied, Reason::NotAdmin, text)
+    }
+
+    /// Too many calls, or too many tokens that were wrong.
+    pub(crate) fn rate_limited(message: &'static str) -> Self {
+        let mut refused = Self::new(Code::ResourceExhausted, Reason::RateLimited, message);
+        refused.info.retry_after_ms = RATE_RETRY_MS;
+        refused
     }
 
     pub(crate) fn session_gone() -> Self {

@@ -22,12 +22,15 @@ use super::error::Refused;
 use super::sessions::Told;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
+use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::caller::Answer;
 use crate::config::FollowerMode;
 use crate::metrics::{GrpcMethod, Streams};
 
 /// Whoever guesses tokens has to wait this long for each answer.
 pub(super) const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
+/// What who guesses tokens is told.
+pub(super) const TOO_MANY: &str = "too many wrong tokens from this address";
 /// Asked by machines that watch this one; always answered.
 const HEALTH: &str = "/grpc.health.v1.Health/";
 /// Says how the server is, whatever it does.
@@ -75,12 +78,15 @@ impl Service<Request<Body>> for Gated {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Body>) -> Passing {
+    fn call(&mut self, mut request: Request<Body>) -> Passing {
         let begun = Instant::now();
         let method = GrpcMethod::of(request.uri().path());
         let in_use = request.extensions().get::<Usage>().map(Usage::begin);
-        let step = match self.app.admit(&request) {
-            Ok(()) => {
+        let mut pass = Pass::OPEN;
+        let step = match self.app.admit(&request, begun) {
+            Ok(peer) => {
+                pass = peer.1;
+                request.extensions_mut().insert(peer);
                 let deadline = patience(request.headers());
                 let deadline = deadline.map(|left| Box::pin(tokio::time::sleep(left)));
                 let request = match method.streams {
@@ -101,7 +107,8 @@ impl Service<Request<Body>> for Gated {
         };
         let app = Arc::clone(&self.app);
         let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
-        Passing { step, call: Some(call), drained }
+        let pass = Revocable { app: Arc::clone(&self.app), pass, revoked: None };
+        Passing { step, call: Some(call), drained, pass: Some(pass) }
     }
 }
 
@@ -121,6 +128,35 @@ fn drained(app: &Arc<App>) -> Drained {
     Box::pin(async move { app.drained().await })
 }
 
+/// The token that a call came with.
+struct Revocable {
+    app: Arc<App>,
+    pass: Pass,
+    /// Ready when it is no longer valid; made when the call has to wait.
+    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl Revocable {
+    /// Whether the token is no longer valid; if not, the task is woken when that changes.
+    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.pass == Pass::OPEN {
+            return false;
+        }
+        let (app, pass) = (&self.app, self.pass);
+        let revoked = self.revoked.get_or_insert_with(|| {
+            let app = Arc::clone(app);
+            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
+        });
+        let is_revoked = revoked.as_mut().poll(cx).is_ready();
+        if is_revoked {
+            self.app.service.metrics.revoked(Door::Grpc);
+            // It is told once, and not looked at any more.
+            self.pass = Pass::OPEN;
+        }
+        is_revoked
+    }
+}
+
 /// A call that is counted when it ends.
 struct Call {
     app: Arc<App>,
@@ -135,10 +171,15 @@ struct Call {
 impl Call {
     /// Notes how it ended, if these headers tell.
     fn look(&mut self, headers: &HeaderMap) {
-        if let Some(status) = headers.get(Status::GRPC_STATUS) {
-            self.code = Code::from_bytes(status.as_bytes());
+        if let Some(code) = code_of(headers) {
+            self.code = code;
         }
     }
+}
+
+/// How a call ended, if these headers tell.
+fn code_of(headers: &HeaderMap) -> Option<Code> {
+    headers.get(Status::GRPC_STATUS).map(|status| Code::from_bytes(status.as_bytes()))
 }
 
 impl Drop for Call {
@@ -173,35 +214,43 @@ enum Turned {
 }
 
 impl App {
-    /// Whether a call may go on to its service.
-    fn admit(&self, request: &Request<Body>) -> Result<(), Turned> {
+    /// Whether a call may go on to its service, and who makes it.
+    fn admit(&self, request: &Request<Body>, now: Instant) -> Result<Peer, Turned> {
         let path = request.uri().path();
+        let origin = request.extensions().get::<Origin>();
+        let origin = origin.ok_or_else(|| Turned::Away(Refused::internal()))?;
+        let mut peer = Peer(origin.address, Pass::OPEN);
         if path.starts_with(HEALTH) {
-            return Ok(());
+            return Ok(peer);
         }
-        if !self.service.admits(request.headers()) {
-            let peer = request.extensions().get::<Peer>();
-            self.service.log_unauthenticated(peer.map(|peer| peer.0), "authentication failed");
-            self.service.metrics.auth_failed(Door::Grpc);
-            return Err(Turned::AwayLater(Refused::unauthenticated()));
+        if let Some(limit) = &self.rate_limit
+            && !limit.take(origin.address.into(), now.into_std())
+        {
+            let text = "too many calls from this address";
+            return Err(Turned::Away(Refused::rate_limited(text)));
         }
+        let admitted = self.service.admit_bearer(Door::Grpc, origin, request.headers());
+        peer.1 = admitted.map_err(|denied| match denied {
+            Denied::TooMany => Turned::Away(Refused::rate_limited(TOO_MANY)),
+            Denied::Wrong | Denied::Disabled => Turned::AwayLater(Refused::unauthenticated()),
+        })?;
         if let Some(usage) = request.extensions().get::<Usage>() {
             usage.authenticate();
         }
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
-            return Ok(());
+            return Ok(peer);
         }
         if self.service.is_draining() {
             return Err(Turned::Away(Refused::draining()));
         }
-        let Some(member) = self.service.engine.replicated() else { return Ok(()) };
+        let Some(member) = self.service.engine.replicated() else { return Ok(peer) };
         let redirects = self.service.follower_mode == FollowerMode::Redirect;
         if !redirects && !member.is_witness() {
-            return Ok(());
+            return Ok(peer);
         }
         let view = member.view();
         if view.is_leader() && !member.is_witness() {
-            return Ok(());
+            return Ok(peer);
         }
         Err(Turned::Away(Refused::not_leader(view.leader_addr(), view.leader_grpc_addr())))
     }
@@ -214,6 +263,8 @@ pub(super) struct Passing {
     call: Option<Call>,
     /// Likewise, if the call streams.
     drained: Option<Drained>,
+    /// Likewise.
+    pass: Option<Revocable>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
@@ -232,10 +283,20 @@ impl Future for Passing {
         let refused = match &mut this.step {
             Step::Route(route, deadline) => {
                 if let Poll::Ready(Ok(response)) = Pin::new(route).poll(cx) {
+                    // Its session went with the token.
+                    let is_gone = code_of(response.headers()) == Some(Code::NotFound)
+                        && this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx));
+                    let response = if is_gone {
+                        Status::from(Refused::revoked()).into_http()
+                    } else {
+                        response
+                    };
                     return Poll::Ready(Ok(this.answer(response)));
                 }
                 let is_late = deadline.as_mut().map(|deadline| deadline.as_mut().poll(cx));
-                if is_late.is_some_and(|late| late.is_ready()) {
+                if this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx)) {
+                    Some(Refused::revoked())
+                } else if is_late.is_some_and(|late| late.is_ready()) {
                     Some(Refused::too_late())
                 } else if is_over(&mut this.drained, cx) {
                     // Its client has not even said what it wants to hear.
@@ -260,10 +321,12 @@ impl Passing {
         let gift = response.extensions_mut().remove::<Gift>();
         let answer = gift.and_then(|gift| gift.0.lock().take());
         let (mut call, drained) = (self.call.take(), self.drained.take());
+        // Only a stream lasts longer than it takes to read it.
+        let pass = self.pass.take().filter(|_| drained.is_some());
         if let Some(call) = &mut call {
             call.look(response.headers());
         }
-        response.map(|body| GivingBody { body, answer, call, drained })
+        response.map(|body| GivingBody { body, answer, call, drained, pass })
     }
 }
 
@@ -278,18 +341,21 @@ pub(super) struct GivingBody {
     answer: Option<Answer>,
     call: Option<Call>,
     drained: Option<Drained>,
+    pass: Option<Revocable>,
 }
 
 impl GivingBody {
-    /// The last of a stream that ends because the server does.
-    fn end(&mut self) -> Frame<Bytes> {
+    /// The last of a stream that ends because the server does, or its token is dropped.
+    fn end(&mut self, why: Refused) -> Frame<Bytes> {
         self.body = Body::empty();
         self.drained = None;
+        self.pass = None;
         let mut trailers = HeaderMap::new();
+        let status = Status::from(why);
         // It is refused only if it can not be written, and this can.
-        let _ = Status::from(Refused::draining()).add_header(&mut trailers);
+        let _ = status.add_header(&mut trailers);
         if let Some(call) = &mut self.call {
-            call.code = Code::Unavailable;
+            call.code = status.code();
         }
         Frame::trailers(trailers)
     }
@@ -323,13 +389,20 @@ impl HttpBody for GivingBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = &mut *self;
+        // Not even what was to be told before: whoever has the token now may not see it.
+        if this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx)) {
+            return Poll::Ready(Some(Ok(this.end(Refused::revoked()))));
+        }
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
-                let frame = if this.look(&frame) { this.end() } else { frame };
+                let is_mute_end = this.look(&frame);
+                let frame = if is_mute_end { this.end(Refused::draining()) } else { frame };
                 Poll::Ready(Some(Ok(frame)))
             }
             // What was to be told before has been.
-            Poll::Pending if is_over(&mut this.drained, cx) => Poll::Ready(Some(Ok(this.end()))),
+            Poll::Pending if is_over(&mut this.drained, cx) => {
+                Poll::Ready(Some(Ok(this.end(Refused::draining()))))
+            }
             other @ (Poll::Ready(_) | Poll::Pending) => other,
         }
     }

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwapOption;
-use dflockd_engine::Door;
+use dflockd_engine::{AddressKey, Door};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
@@ -27,7 +27,8 @@ use tower::Service as _;
 
 use super::gate::{Gated, GivingBody, Passing};
 use super::usage::{Patience, Usage};
-use super::{App, Peer, routes};
+use super::{App, routes};
+use crate::auth::Origin;
 use crate::config::Config;
 use crate::descriptors::Connections;
 
@@ -84,7 +85,7 @@ pub(crate) struct Listener {
 
 #[derive(Default)]
 struct Seats {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
@@ -211,24 +212,24 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.by_address.get(&address).copied().unwrap_or(0);
+        let here = seats.by_address.get(&address.into()).copied().unwrap_or(0);
         if self.limits.per_address > 0 && here >= self.limits.per_address {
             return None;
         }
         if !self.connections.enter(Door::Grpc) {
             return None;
         }
-        *seats.by_address.entry(address).or_default() += 1;
+        *seats.by_address.entry(address.into()).or_default() += 1;
         seats.total += 1;
         self.app.service.metrics.connected(Door::Grpc);
-        Some(Seat { listener: Arc::clone(self), address })
+        Some(Seat { listener: Arc::clone(self), origin: Origin::new(address) })
     }
 }
 
 /// The place of one connection.
 struct Seat {
     listener: Arc<Listener>,
-    address: IpAddr,
+    origin: Origin,
 }
 
 impl Seat {
@@ -240,11 +241,14 @@ impl Seat {
             socket,
             greeting: PREFACE,
             frames: Frames::default(),
-            address: self.address,
+            address: self.origin.address,
             app: Arc::clone(&listener.app),
         };
-        let entry =
-            Entry { gated: listener.gated.clone(), peer: Peer(self.address), usage: usage.clone() };
+        let entry = Entry {
+            gated: listener.gated.clone(),
+            origin: self.origin.clone(),
+            usage: usage.clone(),
+        };
         let mut phase = listener.phase.subscribe();
         let connection = listener.protocol.serve_connection(TokioIo::new(stream), entry);
         let mut connection = pin!(connection);
@@ -271,13 +275,14 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let listener = &self.listener;
+        let address = AddressKey::from(self.origin.address);
         let mut seats = listener.seats.lock();
         listener.connections.leave(Door::Grpc);
         seats.total -= 1;
-        if let Some(here) = seats.by_address.get_mut(&self.address) {
+        if let Some(here) = seats.by_address.get_mut(&address) {
             *here -= 1;
             if *here == 0 {
-                seats.by_address.remove(&self.address);
+                seats.by_address.remove(&address);
             }
         }
         listener.app.service.metrics.disconnected(Door::Grpc);
@@ -290,7 +295,7 @@ impl Drop for Seat {
 /// Where the calls of one connection go.
 struct Entry {
     gated: Gated,
-    peer: Peer,
+    origin: Origin,
     usage: Usage,
 }
 
@@ -301,7 +306,7 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
 
     fn call(&self, mut request: Request<Incoming>) -> Passing {
         let extensions = request.extensions_mut();
-        extensions.insert(self.peer);
+        extensions.insert(self.origin.clone());
         extensions.insert(self.usage.clone());
         self.gated.clone().call(request.map(Body::new))
     }

@@ -21,7 +21,7 @@ mod watch;
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflockd_engine::Door;
 use dflockd_wire::grpc::{
@@ -40,8 +40,10 @@ use tonic_health::server::HealthReporter;
 use self::error::Refused;
 pub(crate) use self::listen::{Limits, Listener};
 use self::sessions::Sessions;
+use crate::auth::{Pass, TokenKind};
 use crate::caller::Common;
 use crate::config::Config;
+use crate::rate::RateLimit;
 use crate::service::Service;
 
 /// The longest message, in both directions.
@@ -70,6 +72,7 @@ const SERVICES: [&str; 12] = [
 pub(crate) struct App {
     pub(crate) service: Arc<Service>,
     pub(crate) sessions: Sessions,
+    rate_limit: Option<RateLimit>,
     /// For calls that need no session.
     common: Common,
     draining: watched::Sender<bool>,
@@ -79,17 +82,35 @@ pub(crate) struct App {
 #[derive(Clone)]
 pub(crate) struct Api(pub(crate) Arc<App>);
 
-/// Where a call comes from.
+/// Where a call comes from, and with which token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Peer(pub(crate) IpAddr);
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
 
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
             sessions: Sessions::new(config),
+            rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
             common: Common::new(service, Door::Grpc, "grpc"),
             draining: watched::Sender::new(false),
             service: Arc::clone(service),
+        }
+    }
+
+    /// Ends the sessions that came with a token that is no longer valid. Streams and calls that wait see it themselves.
+    pub(crate) fn revoke(&self) {
+        let auth = &self.service.auth;
+        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
+        for session in revoked {
+            self.service.metrics.revoked(Door::Grpc);
+            session.caller.revoke();
+        }
+    }
+
+    /// Forgets addresses whose calls are not limited any more.
+    pub(crate) fn sweep_rates(&self) {
+        if let Some(limit) = &self.rate_limit {
+            limit.sweep(Instant::now());
         }
     }
 

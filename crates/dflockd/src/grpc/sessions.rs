@@ -11,13 +11,15 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use dflockd_core::{Command, Outcome, RequestId, SessionId, Span};
-use dflockd_engine::{Door, SessionSecret};
+use dflockd_engine::{AddressKey, Door, SessionSecret};
 use parking_lot::Mutex;
 
 use super::error::Refused;
 use super::{App, Peer, fields};
+use crate::auth::{LatestPass, Pass};
 use crate::caller::{Answer, Caller, Gone};
 use crate::config::Config;
+use crate::rate;
 use crate::service::span;
 
 /// The shortest time to live.
@@ -55,14 +57,14 @@ struct Seats {
 
 #[derive(Default)]
 struct Taken {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
 /// Room for one session or stream, given back when dropped.
 pub(crate) struct Seat {
     seats: Arc<Seats>,
-    address: IpAddr,
+    address: AddressKey,
 }
 
 /// A session that is used here.
@@ -70,6 +72,8 @@ pub(crate) struct Session {
     pub(crate) caller: Caller,
     pub(crate) ttl: Span,
     pub(crate) metadata: BTreeMap<String, String>,
+    /// With which token it was used last.
+    pass: LatestPass,
     in_flight: AtomicUsize,
     started: Instant,
     /// Milliseconds after `started`.
@@ -147,6 +151,7 @@ impl Sessions {
     /// Room for one more session or stream of an address.
     pub(crate) fn seat(&self, address: IpAddr) -> Result<Seat, Refused> {
         let Seats { max, per_address_max, .. } = *self.seats;
+        let address = AddressKey::from(address);
         let mut taken = self.seats.taken.lock();
         let here = taken.by_address.get(&address).copied().unwrap_or(0);
         let is_full = max > 0 && taken.total >= max;
@@ -180,7 +185,7 @@ impl Sessions {
             stays
         });
         for session in over {
-            session.caller.abandon();
+            session.caller.detach(session.pass.get());
         }
     }
 
@@ -188,8 +193,14 @@ impl Sessions {
     pub(crate) fn clear(&self) {
         let all = std::mem::take(&mut *self.open.lock());
         for session in all.into_values() {
-            session.caller.abandon();
+            session.caller.detach(session.pass.get());
         }
+    }
+
+    /// Forgets the sessions that came with such a token, and gives them to whoever ends them.
+    pub(crate) fn take_if(&self, is_gone: impl Fn(Pass) -> bool) -> Vec<Arc<Session>> {
+        let mut open = self.open.lock();
+        open.extract_if(|_, session| is_gone(session.pass.get())).map(|(_, gone)| gone).collect()
     }
 
     fn find(&self, key: SessionKey) -> Option<Arc<Session>> {
@@ -223,22 +234,27 @@ impl Drop for Seat {
 impl App {
     /// Gives up silent clients, for ever.
     pub(crate) async fn sweep(self: Arc<Self>) {
+        let mut rates_swept = Instant::now();
         loop {
             tokio::time::sleep(SWEEP).await;
             self.sessions.sweep();
+            if rates_swept.elapsed() >= rate::SWEEP {
+                rates_swept = Instant::now();
+                self.sweep_rates();
+            }
         }
     }
 
     /// A new session.
     pub(crate) async fn open_session(
         &self,
-        Peer(peer): Peer,
+        peer: Peer,
         name: Option<&str>,
         ttl: Span,
         metadata: BTreeMap<String, String>,
     ) -> Result<(SessionKey, Arc<Session>), Refused> {
-        let seat = self.sessions.seat(peer)?;
-        let label = name.map_or_else(|| peer.to_string(), str::to_owned);
+        let seat = self.sessions.seat(peer.0)?;
+        let label = name.map_or_else(|| peer.0.to_string(), str::to_owned);
         let caller = Caller::open_at(&self.service, Door::Grpc, label.into());
         if !caller.has_home() {
             return Err(Refused::unavailable());
@@ -246,7 +262,7 @@ impl App {
         let SessionSecret(secret) = caller.keep().await.map_err(|_| Refused::unavailable())?;
         let ttl_ms = u32::try_from(ttl.0 / 1_000_000).ok();
         let key = SessionKey { secret, ttl_ms };
-        Ok((key, self.enter(key, caller, seat, metadata)))
+        Ok((key, self.enter(key, caller, seat, peer, metadata)))
     }
 
     /// The session with this id, here or fetched from elsewhere. One that comes from elsewhere counts for `peer`.
@@ -260,12 +276,14 @@ impl App {
         if let Some(session) = self.sessions.find(key)
             && !session.caller.is_gone()
         {
+            session.pass.set(peer.1);
             return Ok((key, session));
         }
         let lane = usize::from(key.secret[0]) % FETCHES_MAX;
         let _turn = self.sessions.fetching[lane].lock().await;
         if let Some(session) = self.sessions.find(key) {
             if !session.caller.is_gone() {
+                session.pass.set(peer.1);
                 return Ok((key, session));
             }
             self.sessions.remove(key, &session);
@@ -274,7 +292,7 @@ impl App {
         let label = peer.0.to_string().into();
         let secret = SessionSecret(key.secret);
         match Caller::attach_at(&self.service, Door::Grpc, label, secret).await {
-            Some(caller) => Ok((key, self.enter(key, caller, seat, BTreeMap::new()))),
+            Some(caller) => Ok((key, self.enter(key, caller, seat, peer, BTreeMap::new()))),
             None if self.is_ready() => Err(Refused::session_gone()),
             None => Err(Refused::unavailable()),
         }
@@ -285,6 +303,7 @@ impl App {
         key: SessionKey,
         caller: Caller,
         seat: Seat,
+        peer: Peer,
         metadata: BTreeMap<String, String>,
     ) -> Arc<Session> {
         let ttl = key.ttl_ms.map(|ms| Span::from_millis(ms.into()).clamp(TTL_MIN, TTL_MAX));
@@ -292,6 +311,7 @@ impl App {
             caller,
             ttl: ttl.unwrap_or(self.sessions.default_ttl),
             metadata,
+            pass: LatestPass::new(peer.1),
             in_flight: AtomicUsize::new(0),
             started: self.sessions.started,
             used_at: AtomicU64::new(0),

@@ -49,7 +49,7 @@ impl Signals for Api {
         &self,
         request: Request<Streaming<SubscribeRequest>>,
     ) -> Result<Response<Self::SubscribeStream>, Status> {
-        let Peer(peer) = Peer::of(&request)?;
+        let Peer(peer, _) = Peer::of(&request)?;
         let mut requests = request.into_inner();
         let app = Arc::clone(&self.0);
         let first = requests.message().await?;

@@ -41,7 +41,7 @@ impl Watch for Api {
         &self,
         request: Request<WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        let (Peer(peer), request) = open(request)?;
+        let (Peer(peer, _), request) = open(request)?;
         let filter = Filter::new(&request)?;
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);

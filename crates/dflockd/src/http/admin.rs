@@ -99,7 +99,7 @@ struct EndSession {
 async fn force_release(
     _: Admin,
     State(app): State<Shared>,
-    Peer(peer): Peer,
+    Peer(peer, _): Peer,
     key: Key,
     Json(body): Json<ForceRelease>,
 ) -> Result<Response, ApiError> {
@@ -133,7 +133,7 @@ async fn force_release(
 async fn end_session(
     _: Admin,
     State(app): State<Shared>,
-    Peer(peer): Peer,
+    Peer(peer, _): Peer,
     Id(id): Id,
     Json(body): Json<EndSession>,
 ) -> Result<Response, ApiError> {
@@ -198,7 +198,7 @@ struct Voter {
 async fn add_voter(
     _: Admin,
     State(app): State<Shared>,
-    Peer(peer): Peer,
+    Peer(peer, _): Peer,
     Json(body): Json<AddVoter>,
 ) -> Result<Response, ApiError> {
     app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
@@ -246,7 +246,7 @@ async fn add_voter(
 async fn remove_voter(
     _: Admin,
     State(app): State<Shared>,
-    Peer(peer): Peer,
+    Peer(peer, _): Peer,
     Id(node): Id,
 ) -> Result<Response, ApiError> {
     let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;

@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 
+use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use dflockd_core::Refusal;
@@ -60,6 +61,19 @@ impl ApiError {
 
     pub(crate) fn unauthorized() -> Self {
         Self::new(StatusCode::UNAUTHORIZED, "unauthorized")
+    }
+
+    /// The token was right once.
+    pub(crate) fn revoked() -> Self {
+        Self::unauthorized().because("the token is no longer valid")
+    }
+
+    /// Too many tokens were wrong.
+    pub(crate) fn auth_throttled() -> Self {
+        let later = HeaderValue::from_static("1");
+        Self::rate_limited()
+            .because("too many wrong tokens from this address")
+            .with_header(RETRY_AFTER, later)
     }
 
     pub(crate) fn admin_unauthorized() -> Self {

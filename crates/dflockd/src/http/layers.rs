@@ -10,8 +10,8 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
-use axum::http::{HeaderMap, HeaderValue, Method};
+use axum::http::header::{WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::{HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
@@ -22,6 +22,7 @@ use tower::{Layer, Service};
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
 use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE};
+use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
 use crate::telemetry::RequestTrace;
 
@@ -86,7 +87,7 @@ impl Service<Request> for Gated {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request) -> Passing {
+    fn call(&mut self, mut request: Request) -> Passing {
         let begun = Instant::now();
         let app = &self.app;
         let template = request.extensions().get::<MatchedPath>().cloned();
@@ -95,18 +96,24 @@ impl Service<Request> for Gated {
         let traced = app.service.telemetry.as_ref().filter(|_| kind != Kind::Probe);
         let trace = traced.map(|telemetry| Box::new(telemetry.request(&method, headers)));
         let allowed = if app.cors.is_active() { app.cors.allowed(headers) } else { None };
+        let mut pass = Pass::OPEN;
         let step = if app.cors.is_preflight(&method, headers) {
             Step::Done(preflight())
         } else {
             match app.admit(&request, kind, begun) {
-                Ok(()) => Step::Route(self.route.call(request)),
+                Ok(peer) => {
+                    pass = peer.1;
+                    request.extensions_mut().insert(peer);
+                    Step::Route(self.route.call(request))
+                }
                 Err(Refused::Now(error)) => Step::Done(error.into_response()),
                 Err(Refused::Later(error)) => {
                     Step::Pause(Box::pin(tokio::time::sleep(WRONG_TOKEN_PAUSE)), error)
                 }
             }
         };
-        Passing { step, app: Shared::clone(app), method, template, allowed, begun, trace }
+        let (app, revoked) = (Shared::clone(app), None);
+        Passing { step, app, method, template, allowed, begun, trace, pass, revoked }
     }
 }
 
@@ -117,40 +124,32 @@ enum Refused {
 }
 
 impl App {
-    /// Whether a request may go on to its route.
-    fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<(), Refused> {
+    /// Whether a request may go on to its route, and who makes it.
+    fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<Peer, Refused> {
+        let origin = request.extensions().get::<Origin>();
+        let origin = origin.ok_or_else(|| Refused::Now(ApiError::internal()))?;
+        let mut peer = Peer(origin.address, Pass::OPEN);
         if kind == Kind::Probe {
-            return Ok(());
+            return Ok(peer);
         }
-        let peer = request.extensions().get::<Peer>().copied();
-        if let (Some(limit), Some(peer)) = (&self.rate_limit, peer)
-            && !limit.admit(peer.0, now)
+        if let Some(limit) = &self.rate_limit
+            && !limit.take(origin.address.into(), now)
         {
             return Err(Refused::Now(ApiError::rate_limited()));
         }
         if kind == Kind::Document || kind == Kind::Page {
-            return Ok(());
+            return Ok(peer);
         }
-        if !self.is_authorized(request.headers()) {
-            self.service.log_unauthenticated(peer.map(|peer| peer.0), "authentication failed");
-            self.service.metrics.auth_failed(Door::Http);
-            let challenge = HeaderValue::from_static("Bearer");
-            let refusal = ApiError::unauthorized().with_header(WWW_AUTHENTICATE, challenge);
-            return Err(Refused::Later(refusal));
-        }
+        let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
+        peer.1 = admitted.map_err(|denied| match denied {
+            Denied::TooMany => Refused::Now(ApiError::auth_throttled()),
+            Denied::Wrong | Denied::Disabled => Refused::Later(challenge(ApiError::unauthorized())),
+        })?;
         // What was asked of this server is told by no other.
         if kind == Kind::Api && request.uri().path() != AUDIT {
             self.is_served_here(request.method()).map_err(Refused::Now)?;
         }
-        Ok(())
-    }
-
-    fn is_authorized(&self, headers: &HeaderMap) -> bool {
-        let token = self.service.auth.load();
-        let Some(token) = &*token else { return true };
-        let presented = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes).unwrap_or_default();
-        let Some((scheme, credentials)) = presented.split_at_checked(7) else { return false };
-        scheme.eq_ignore_ascii_case(b"bearer ") && token.matches(credentials.trim_ascii())
+        Ok(peer)
     }
 
     /// Refuses what this server does not do now, or never does itself.
@@ -172,6 +171,11 @@ impl App {
     }
 }
 
+/// Tells how to authenticate.
+fn challenge(refusal: ApiError) -> ApiError {
+    refusal.with_header(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))
+}
+
 /// A request on its way to its answer.
 pub(crate) struct Passing {
     step: Step,
@@ -181,6 +185,25 @@ pub(crate) struct Passing {
     allowed: Option<Allowed>,
     begun: Instant,
     trace: Option<Box<RequestTrace>>,
+    /// The token it came with.
+    pass: Pass,
+    /// Ready when that is no longer valid; made when the request has to wait.
+    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl Passing {
+    /// Whether the token of a request that waits is no longer valid.
+    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.pass == Pass::OPEN {
+            return false;
+        }
+        let (app, pass) = (&self.app, self.pass);
+        let revoked = self.revoked.get_or_insert_with(|| {
+            let app = Shared::clone(app);
+            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
+        });
+        revoked.as_mut().poll(cx).is_ready()
+    }
 }
 
 enum Step {
@@ -197,7 +220,17 @@ impl Future for Passing {
         let this = &mut *self;
         let ready = match &mut this.step {
             Step::Route(route) => match Pin::new(route).poll(cx) {
+                // Its session went with the token.
+                Poll::Ready(Ok(response))
+                    if response.status() == StatusCode::GONE && this.is_revoked(cx) =>
+                {
+                    Some(challenge(ApiError::revoked()).into_response())
+                }
                 Poll::Ready(Ok(response)) => Some(response),
+                Poll::Pending if this.is_revoked(cx) => {
+                    this.app.service.metrics.revoked(Door::Http);
+                    Some(challenge(ApiError::revoked()).into_response())
+                }
                 Poll::Pending => None,
             },
             Step::Pause(pause, _) => {

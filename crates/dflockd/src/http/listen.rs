@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use axum::Router;
-use dflockd_engine::Door;
+use dflockd_engine::{AddressKey, Door};
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -26,7 +26,8 @@ use tower::Service as _;
 
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
-use super::{Peer, Shared, router};
+use super::{Shared, router};
+use crate::auth::Origin;
 use crate::descriptors::Connections;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -64,7 +65,7 @@ pub(crate) struct Listener {
 
 #[derive(Default)]
 struct Seats {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
@@ -192,14 +193,14 @@ impl Listener {
     fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
         let address = address.ip().to_canonical();
         let mut seats = self.seats.lock();
-        let here = seats.by_address.get(&address).copied().unwrap_or(0);
+        let here = seats.by_address.get(&address.into()).copied().unwrap_or(0);
         if self.per_address_max > 0 && here >= self.per_address_max {
             return None;
         }
         if !self.connections.enter(Door::Http) {
             return None;
         }
-        let here = seats.by_address.entry(address).or_default();
+        let here = seats.by_address.entry(address.into()).or_default();
         *here += 1;
         seats.total += 1;
         self.app.service.metrics.connected(Door::Http);
@@ -221,7 +222,7 @@ impl Seat {
         let cut = Cut::default();
         let entry = Entry {
             router: listener.router.clone(),
-            peer: Peer(address),
+            origin: Origin::new(address),
             pace: Arc::clone(&pace),
             cut: cut.clone(),
         };
@@ -258,10 +259,10 @@ impl Drop for Seat {
         let mut seats = listener.seats.lock();
         listener.connections.leave(Door::Http);
         seats.total -= 1;
-        if let Some(here) = seats.by_address.get_mut(&self.address) {
+        if let Some(here) = seats.by_address.get_mut(&self.address.into()) {
             *here -= 1;
             if *here == 0 {
-                seats.by_address.remove(&self.address);
+                seats.by_address.remove(&self.address.into());
             }
         }
         listener.app.service.metrics.disconnected(Door::Http);
@@ -274,7 +275,7 @@ impl Drop for Seat {
 /// Where the requests of one connection go.
 struct Entry {
     router: Router,
-    peer: Peer,
+    origin: Origin,
     pace: Arc<Pace>,
     cut: Cut,
 }
@@ -287,7 +288,7 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
     fn call(&self, mut request: Request<Incoming>) -> Answering {
         let in_flight = self.pace.request();
         let extensions = request.extensions_mut();
-        extensions.insert(self.peer);
+        extensions.insert(self.origin.clone());
         extensions.insert(self.cut.clone());
         Answering::new(self.router.clone().call(request), in_flight)
     }

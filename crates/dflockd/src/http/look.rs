@@ -663,8 +663,8 @@ async fn overview(State(app): State<Shared>) -> Result<Response, ApiError> {
                 requests: service.metrics.requests(),
             },
             cluster: member.map(|member| report::cluster(member)),
-            auth: service.auth.load().is_some(),
-            admin: service.admin.load().is_some(),
+            auth: service.auth.is_required(),
+            admin: service.auth.has_operators(),
         }))
     };
     blocking(work).await

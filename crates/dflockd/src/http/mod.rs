@@ -17,7 +17,6 @@ mod locks;
 mod look;
 mod openapi;
 mod pace;
-mod rate;
 mod service_routes;
 mod session_routes;
 mod sessions;
@@ -41,11 +40,12 @@ use self::cors::Cors;
 use self::error::ApiError;
 use self::layers::Gate;
 pub(crate) use self::listen::Listener;
-use self::rate::RateLimit;
 use self::sessions::Sessions;
+use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::caller::{Caller, Common};
 use crate::config::Config;
 use crate::logging;
+use crate::rate::{self, RateLimit};
 use crate::service::Service;
 
 /// Whoever guesses tokens has to wait this long for each answer.
@@ -71,9 +71,9 @@ pub(crate) struct App {
 /// The state of all handlers.
 pub(crate) type Shared = Arc<App>;
 
-/// Where a request comes from, as an argument of a handler.
+/// Where a request comes from and with which token, as an argument of a handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Peer(pub(crate) IpAddr);
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
 
 /// Whether the server is shutting down.
 pub(crate) struct Drain {
@@ -109,6 +109,17 @@ impl App {
     /// Whether requests are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
         self.service.engine.replicated().is_none_or(|member| member.is_ready())
+    }
+
+    /// Ends the sessions that came with a token that is no longer valid. Streams and requests that wait see it
+    /// themselves.
+    pub(crate) fn revoke(&self) {
+        let auth = &self.service.auth;
+        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
+        for session in revoked {
+            self.service.metrics.revoked(Door::Http);
+            session.revoke();
+        }
     }
 
     /// Ends sessions and forgets addresses that are not used any more, for ever.
@@ -203,16 +214,15 @@ impl FromRequestParts<Shared> for Admin {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
-        let Some(token) = app.service.admin.load_full() else {
-            return Err(ApiError::admin_disabled());
-        };
-        let presented = parts.headers.get("x-dflockd-admin");
-        if presented.is_some_and(|presented| token.matches(presented.as_bytes())) {
-            let has_room = logging::audit_has_room();
-            return if has_room { Ok(Self) } else { Err(ApiError::unavailable()) };
+        let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
+        match app.service.admit_admin(Door::Http, origin, &parts.headers) {
+            // What can not be written down is not done.
+            Ok(_) if !logging::audit_has_room() => return Err(ApiError::unavailable()),
+            Ok(_) => return Ok(Self),
+            Err(Denied::Disabled) => return Err(ApiError::admin_disabled()),
+            Err(Denied::TooMany) => return Err(ApiError::auth_throttled()),
+            Err(Denied::Wrong) => {}
         }
-        let peer = Peer::of(parts).ok().map(|peer| peer.0);
-        app.service.log_unauthenticated(peer, "admin authentication failed");
         tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         Err(ApiError::admin_unauthorized())
     }

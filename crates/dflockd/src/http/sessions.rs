@@ -15,12 +15,13 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
-use dflockd_engine::SessionSecret;
+use dflockd_engine::{AddressKey, SessionSecret};
 use parking_lot::Mutex;
 use tokio::sync::MutexGuard;
 
 use super::error::ApiError;
 use super::{App, Drain, Peer, Shared};
+use crate::auth::{LatestPass, Pass};
 use crate::caller::{Answer, Caller};
 use crate::config::Config;
 use crate::service::Service;
@@ -56,19 +57,21 @@ struct Seats {
 
 #[derive(Default)]
 struct Taken {
-    by_address: HashMap<IpAddr, u64>,
+    by_address: HashMap<AddressKey, u64>,
     total: u64,
 }
 
 /// Room for one session or event stream, given back when dropped.
 pub(crate) struct Seat {
     seats: Arc<Seats>,
-    address: IpAddr,
+    address: AddressKey,
 }
 
 /// A session.
 pub(crate) struct Session {
     caller: Caller,
+    /// With which token it was used last.
+    pass: LatestPass,
     drain: Arc<Drain>,
     turn: tokio::sync::Mutex<()>,
     in_flight: AtomicUsize,
@@ -114,6 +117,7 @@ impl Sessions {
 
     /// Room for one more session or stream of an address.
     pub(crate) fn seat(&self, address: IpAddr) -> Result<Seat, ApiError> {
+        let address = AddressKey::from(address);
         let mut taken = self.seats.taken.lock();
         if self.max > 0 && taken.total >= self.max {
             return Err(ApiError::max_sessions());
@@ -164,6 +168,12 @@ impl Sessions {
         }
     }
 
+    /// Forgets the sessions that came with such a token, and gives them to whoever ends them.
+    pub(crate) fn take_if(&self, is_gone: impl Fn(Pass) -> bool) -> Vec<Arc<Session>> {
+        let mut open = self.open.lock();
+        open.extract_if(|_, session| is_gone(session.pass.get())).map(|(_, gone)| gone).collect()
+    }
+
     fn find(&self, key: SessionKey) -> Option<Arc<Session>> {
         let open = self.open.lock();
         let session = open.get(&key)?;
@@ -212,7 +222,7 @@ impl App {
                 Err(_) => return Err(ApiError::session_create_failed()),
             },
         };
-        self.enter(key, caller, seat);
+        self.enter(key, caller, seat, peer);
         Ok(key.text())
     }
 
@@ -239,6 +249,7 @@ impl App {
         if let Some(session) = self.sessions.find(key)
             && !session.caller.is_gone()
         {
+            session.pass.set(peer.1);
             return Ok((key, session));
         }
         match self.service.engine.replicated() {
@@ -253,6 +264,7 @@ impl App {
         let _turn = self.sessions.fetching[lane].lock().await;
         if let Some(session) = self.sessions.find(key) {
             if !session.caller.is_gone() {
+                session.pass.set(peer.1);
                 return Ok(session);
             }
             self.sessions.remove(key, &session);
@@ -260,7 +272,7 @@ impl App {
         let seat = self.sessions.seat(peer.0)?;
         let label = peer.0.to_string().into();
         match Caller::attach(&self.service, label, SessionSecret(key.0)).await {
-            Some(caller) => Ok(self.enter(key, caller, seat)),
+            Some(caller) => Ok(self.enter(key, caller, seat, peer)),
             None => {
                 let member = self.service.engine.replicated();
                 let is_ready = member.is_some_and(|member| member.is_ready());
@@ -269,9 +281,10 @@ impl App {
         }
     }
 
-    fn enter(&self, key: SessionKey, caller: Caller, seat: Seat) -> Arc<Session> {
+    fn enter(&self, key: SessionKey, caller: Caller, seat: Seat, peer: Peer) -> Arc<Session> {
         let session = Arc::new(Session {
             caller,
+            pass: LatestPass::new(peer.1),
             drain: Arc::clone(&self.drain),
             turn: tokio::sync::Mutex::default(),
             in_flight: AtomicUsize::new(0),
@@ -368,7 +381,13 @@ impl Session {
     }
 
     fn abandon(&self) {
-        self.caller.abandon();
+        // Only those of a cluster are kept; the others end, and are not found when it is asked.
+        self.caller.detach(self.pass.get());
+        self.seat.lock().take();
+    }
+
+    pub(crate) fn revoke(&self) {
+        self.caller.revoke();
         self.seat.lock().take();
     }
 

@@ -18,6 +18,7 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
 use dflockd_core::{Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription};
+use dflockd_engine::Door;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, mpsc};
@@ -31,8 +32,8 @@ use super::contract::{InKey, Refusals};
 use super::error::ApiError;
 use super::sessions::{Hidden, Seat};
 use super::{App, Peer, Shared, fields};
+use crate::auth::{Pass, TokenKind};
 use crate::feed::{Compacted, Follower};
-use crate::service::Service;
 use crate::translate;
 
 /// How long a client may take to read what is written to it.
@@ -121,7 +122,7 @@ async fn listen(
     }
     let session = app.hidden(peer, &format!("signals {}", peer.0))?;
     subscribe(&session, Subscription::Signals { pattern, group }).await?;
-    Ok(stream(&app, cut, Pushes(session)))
+    Ok(stream(&app, peer, cut, Pushes(session)))
 }
 
 /// News of an election as server-sent events: `event: leader`, `data: {"event":"elected","key":"..."}`.
@@ -144,7 +145,7 @@ async fn observe(
 ) -> Result<Response, ApiError> {
     let session = app.hidden(peer, &format!("observer {}", peer.0))?;
     subscribe(&session, Subscription::Leaders { key: &key }).await?;
-    Ok(stream(&app, cut, Pushes(session)))
+    Ok(stream(&app, peer, cut, Pushes(session)))
 }
 
 /// Changes of keys as server-sent events: `id: 7`, `event: change`,
@@ -185,7 +186,7 @@ async fn watch(
     let follower = follow.await.map_err(|_| ApiError::unavailable())?;
     let pattern = pattern.into();
     let changes = Changes { app: Arc::clone(&app), pattern, follower, lost, _seat: seat };
-    Ok(stream(&app, cut, changes))
+    Ok(stream(&app, peer, cut, changes))
 }
 
 /// Where the history is, if a client comes with a place that it has not reached: one of an earlier process whose clock
@@ -314,6 +315,12 @@ struct Leader<'a> {
     key: &'a str,
 }
 
+/// The last event of a stream whose token is no longer valid.
+#[derive(Serialize)]
+struct Unauthorized {
+    error: &'static str,
+}
+
 #[derive(Serialize)]
 struct CompactedBody {
     revision: Decimal,
@@ -355,12 +362,10 @@ fn event(text: &mut Vec<u8>, name: &str, data: &impl Serialize) {
 }
 
 /// A stream of events. It ends with its source, its client or the server.
-fn stream(app: &App, cut: Cut, source: impl Source) -> Response {
+fn stream(app: &Shared, peer: Peer, cut: Cut, source: impl Source) -> Response {
     // What is not taken stays with the task, which counts it.
     let (sender, events) = mpsc::channel(1);
-    let (drain, service) = (Arc::clone(&app.drain), Arc::clone(&app.service));
-    let feeding = feed(source, sender, app.sse_ping, cut, drain, service);
-    tokio::spawn(feeding);
+    tokio::spawn(feed(source, sender, Arc::clone(app), cut, peer.1));
     let mut response = Response::new(Body::new(Events(events)));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -373,17 +378,18 @@ fn stream(app: &App, cut: Cut, source: impl Source) -> Response {
 async fn feed(
     mut source: impl Source,
     sender: mpsc::Sender<Bytes>,
-    ping: Duration,
+    app: Shared,
     cut: Cut,
-    drain: Arc<super::Drain>,
-    service: Arc<Service>,
+    pass: Pass,
 ) {
+    let ping = app.sse_ping;
     let pings = !ping.is_zero();
     let ping = ping.max(Duration::from_secs(1));
     let mut ping = interval_at(Instant::now() + ping, ping);
     ping.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let draining = drain.begun();
-    tokio::pin!(draining);
+    let draining = app.drain.begun();
+    let revoked = app.service.auth.revoked(TokenKind::Client, pass);
+    tokio::pin!(draining, revoked);
     let mut unsent = b":ok\n\n".to_vec();
     let mut fresh = Vec::new();
     let mut late_at = Instant::now() + WRITE_LIMIT;
@@ -398,6 +404,14 @@ async fn feed(
                 permit.send(std::mem::take(&mut unsent).into());
             }
             () = &mut draining => return,
+            () = &mut revoked => {
+                app.service.metrics.revoked(Door::Http);
+                let mut why = Vec::new();
+                event(&mut why, "unauthorized", &Unauthorized { error: "unauthorized" });
+                // Who does not read learns it from the end of the stream.
+                let _ = sender.try_send(why.into());
+                return;
+            }
             () = sleep_until(late_at), if !was_empty => break,
             more = next(&mut source, &mut fresh, has_room) => match more {
                 Some(true) => unsent.append(&mut fresh),
@@ -411,7 +425,7 @@ async fn feed(
         }
     }
     let kind = "closed: an event stream is read too slowly";
-    if let Some(suppressed) = service.log_budget.admit(Ipv4Addr::UNSPECIFIED.into(), kind) {
+    if let Some(suppressed) = app.service.log_budget.admit(Ipv4Addr::UNSPECIFIED.into(), kind) {
         tracing::warn!(suppressed, "{kind}");
     }
     cut.make();

@@ -83,8 +83,12 @@ metrics! {
         "Connections that a protocol can have at most: its cap, or what the limit of open files leaves for it"
     CONNECTIONS_REFUSED Counter Always "dflockd_connections_refused_total" ["door"]
         "Connections that were closed at once because of a cap"
-    AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door"]
-        "Wrong or missing tokens, those of operators included"
+    AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door" "token"]
+        "Requests and connections refused for a wrong or missing token, of clients or of operators (admin)"
+    AUTH_THROTTLED Counter Always "dflockd_auth_throttled_total" ["door" "token"]
+        "Those of them whose token was not looked at, because too many were wrong before"
+    REVOKED Counter Always "dflockd_revoked_total" ["door"]
+        "Connections, sessions, streams and waiting requests that ended because their token was dropped"
     OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []

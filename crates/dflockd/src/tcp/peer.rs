@@ -98,6 +98,8 @@ pub(super) enum Cause {
     Time,
     /// The server is shutting down.
     Drain,
+    /// A token is no longer valid.
+    Revoke,
 }
 
 impl Sink for Peer {
@@ -163,7 +165,8 @@ impl Peer {
         let sink: Arc<dyn Sink> = Arc::<Self>::clone(&peer);
         let me = service.engine.open(sink, Arc::clone(&label));
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
-        let connection = Connection::new(Arc::clone(service), Arc::clone(&peer.inbox), me, label);
+        let connection = Connection::new(Arc::clone(service), Arc::clone(&peer.inbox), me, label)
+            .coming_from(address.ip());
         *peer.talk.lock() = Some(Talk {
             connection,
             tls,
@@ -210,6 +213,7 @@ impl Peer {
                 talk.handle_time(self.worker.service().engine.clock().now());
             }
             Cause::Drain => talk.connection.handle_drain(pokes),
+            Cause::Revoke => talk.connection.handle_revoke(),
         }
         if talk.unread != Unread::Nothing && !talk.broken && talk.connection.wants_input() {
             self.read(talk, buffer, pokes);

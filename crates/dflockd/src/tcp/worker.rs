@@ -60,6 +60,8 @@ pub(super) enum Order {
     Look(usize),
     /// End all waits.
     Drain,
+    /// End the connections whose token is no longer valid.
+    Revoke,
     /// Close all connections.
     Close,
     /// The same, and end.
@@ -308,6 +310,11 @@ impl Turns {
                 Order::Drain => {
                     for slot in self.slots() {
                         self.turn(slot, Cause::Drain);
+                    }
+                }
+                Order::Revoke => {
+                    for slot in self.slots() {
+                        self.turn(slot, Cause::Revoke);
                     }
                 }
                 Order::Close => self.close_all(),

@@ -1,7 +1,8 @@
 //! Who may speak: TLS, auth token, admin token.
 
 use dflockd_wire::grpc::{
-    EndSessionRequest, ForceReleaseRequest, ListSessionsRequest, OpenRequest, Reason,
+    AcquireRequest, AuditRequest, EndSessionRequest, ForceReleaseRequest, ListSessionsRequest,
+    OpenRequest, Reason, SubscribeRequest, Subscription, WatchRequest,
 };
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
@@ -9,8 +10,9 @@ use tonic::{Code, Request};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::site::{Link, Site, refused};
+use super::site::{Link, Site, ask_http, eventually, refused, soon};
 use super::support::{Dir, Pair};
+use super::wire::Ask;
 
 const TOKEN: &str = "t0ken-of-the-tests";
 const ADMIN: &str = "adm1n-of-the-tests";
@@ -47,6 +49,117 @@ async fn nobody_speaks_without_the_token() {
     let described = reflection.server_reflection_info(asked).await;
     assert_eq!(described.unwrap_err().code(), Code::Unauthenticated);
     assert!(!site.server.output().contains(TOKEN), "no token in the log");
+}
+
+/// GUARANTEES 51: what came with a token that is dropped ends at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dropped_token_ends_what_came_with_it() {
+    let dir = Dir::new();
+    let file = dir.write("token", TOKEN);
+    let admin_file = dir.write("admin", ADMIN);
+    let flags = ["--auth-token-file", &file, "--admin-token-file", &admin_file];
+    let (site, http) = Site::start_with_http(&flags);
+    let link = site.link().await;
+    let (old, new) = (format!("Bearer {TOKEN}"), "Bearer another-token-of-the-tests".to_owned());
+    let open = async |bearer: &str| {
+        let open = with(OpenRequest::default(), "authorization", bearer);
+        link.sessions().open(open).await.map(tonic::Response::into_inner)
+    };
+    let opened = open(&old).await.unwrap();
+    let acquire = |session: &str, key: &str, wait_ms, bearer: &str| {
+        let (session, key) = (session.to_owned(), key.to_owned().into());
+        let request = AcquireRequest { session, key, wait_ms, ..AcquireRequest::default() };
+        with(request, "authorization", bearer)
+    };
+    link.locks().acquire(acquire(&opened.session, "k", 0, &old)).await.unwrap();
+    let waits = open(&old).await.unwrap();
+    let waiting = {
+        let (mut locks, request) = (link.locks(), acquire(&waits.session, "k", 600_000, &old));
+        tokio::spawn(async move { locks.acquire(request).await })
+    };
+    let pattern = Subscription { pattern: "a".into(), group: Default::default() };
+    let wish = tokio_stream::iter([SubscribeRequest { add: vec![pattern], remove: Vec::new() }]);
+    let wish = tokio_stream::StreamExt::chain(wish, tokio_stream::pending());
+    let signals = link.signals().subscribe(with(wish, "authorization", &old)).await;
+    let mut signals = signals.unwrap().into_inner();
+    assert!(signals.message().await.unwrap().is_some(), "applied");
+    let watch = WatchRequest { patterns: vec!["a".into()], ..WatchRequest::default() };
+    let watch = link.watch().watch(with(watch, "authorization", &old)).await;
+    let mut watch = watch.unwrap().into_inner();
+    assert!(watch.message().await.unwrap().is_some(), "a bookmark");
+
+    dir.write("token", format!("another-token-of-the-tests\n{TOKEN}\n"));
+    site.server.signal("HUP");
+    eventually("the new token is good", async || open(&new).await.ok()).await;
+    open(&old).await.unwrap();
+    let mut follow = AuditRequest { follow: true, ..AuditRequest::default() };
+    follow.after = 0;
+    let mut follow = with(follow, "authorization", &new);
+    follow.metadata_mut().insert("x-dflockd-admin", MetadataValue::try_from(ADMIN).unwrap());
+    let mut audit = link.admin().audit(follow).await.unwrap().into_inner();
+
+    dir.write("token", "another-token-of-the-tests");
+    dir.write("admin", "another-admin-of-the-tests");
+    site.server.signal("HUP");
+    let (code, reason) = (Code::Unauthenticated, Reason::Unauthenticated);
+    refused(soon("the wait ends", waiting).await.unwrap(), code, reason);
+    refused(soon("the signals end", signals.message()).await, code, reason);
+    let ended = soon("the watch ends", async {
+        loop {
+            if let Err(status) = watch.message().await {
+                return status;
+            }
+        }
+    });
+    refused(Err::<(), _>(ended.await), code, reason);
+    let audited = soon("the audit ends", audit.message()).await;
+    refused(audited, Code::PermissionDenied, Reason::NotAdmin);
+    refused(open(&old).await, code, reason);
+    let other = open(&new).await.unwrap();
+    link.locks().acquire(acquire(&other.session, "k", 20_000, &new)).await.unwrap();
+    // The session is nobody's any more.
+    let gone = link.locks().acquire(acquire(&opened.session, "x", 0, &new)).await;
+    refused(gone, Code::NotFound, Reason::SessionGone);
+    let scrape = Ask::get("/metrics").header("Authorization", &new);
+    let page = ask_http(http, &scrape).text();
+    let count = page.lines().find_map(|line| {
+        line.strip_prefix("dflockd_revoked_total{door=\"grpc\"} ")?.parse::<f64>().ok()
+    });
+    assert!(count >= Some(4.0), "{page}");
+}
+
+/// GUARANTEES 48: wrong tokens are limited; who is in goes on.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn guessing_is_limited() {
+    let (site, http) = Site::start_with_http(&["--auth-token", TOKEN, "--admin-token", ADMIN]);
+    let (link, known) = (site.link().await, site.link().await);
+    let open = async |link: &Link, token: &str| {
+        let bearer = format!("Bearer {token}");
+        link.sessions().open(with(OpenRequest::default(), "authorization", &bearer)).await
+    };
+    open(&known, TOKEN).await.unwrap();
+    let mut looked_at = 0;
+    for _ in 0..30 {
+        let status = open(&link, "wrong").await.unwrap_err();
+        looked_at += u32::from(status.code() == Code::Unauthenticated);
+    }
+    assert!((10..20).contains(&looked_at), "{looked_at}");
+    let right = open(&link, TOKEN).await;
+    refused(right, Code::ResourceExhausted, Reason::RateLimited);
+    open(&known, TOKEN).await.unwrap();
+    let list = ListSessionsRequest { after: 0, limit: 0 };
+    let mut list = with(list, "authorization", &format!("Bearer {TOKEN}"));
+    list.metadata_mut().insert("x-dflockd-admin", MetadataValue::from_static("wrong"));
+    let listed = known.admin().list_sessions(list).await;
+    refused(listed, Code::ResourceExhausted, Reason::RateLimited);
+    let page = eventually("the right token is good again", async || {
+        let scrape = Ask::get("/metrics").header("Authorization", &format!("Bearer {TOKEN}"));
+        let reply = ask_http(http, &scrape);
+        (reply.status == 200).then(|| reply.text())
+    })
+    .await;
+    let line = "dflockd_auth_failures_total{door=\"grpc\",token=\"admin\"} 1";
+    assert!(page.contains(line), "{page}");
 }
 
 /// Promise 10.

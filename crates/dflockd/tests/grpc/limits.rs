@@ -4,11 +4,16 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use dflockd_wire::grpc::{OpenRequest, Reason, SetRequest, SubscribeRequest, Subscription};
+use dflockd_wire::grpc::{
+    GetRequest, OpenRequest, Reason, SetRequest, SubscribeRequest, Subscription,
+};
 use tonic::Code;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
 
-use super::site::{Link, Site, eventually, refused};
+use super::site::{Link, Site, ask_http, eventually, refused};
 use super::support::{LIMIT, millis};
+use super::wire::Ask;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
@@ -34,6 +39,32 @@ async fn sessions_and_streams_are_counted() {
     let close = dflockd_wire::grpc::CloseRequest { session: first.id.clone() };
     link.sessions().close(close).await.unwrap();
     link.open(0).await;
+}
+
+/// GUARANTEES 48: calls of one address are limited as requests over HTTP are, and counted apart from them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_have_a_rate() {
+    let flags = ["--http-rate-limit-per-ip", "5", "--http-rate-limit-burst", "10"];
+    let (site, http) = Site::start_with_http(&flags);
+    let link = site.link().await;
+    let begun = Instant::now();
+    let mut passed = 0;
+    for _ in 0..100 {
+        match link.kv().get(GetRequest { key: "k".into() }).await {
+            Err(status) if status.code() == Code::ResourceExhausted => {
+                refused(Err::<(), _>(status), Code::ResourceExhausted, Reason::RateLimited);
+            }
+            Ok(_) | Err(_) => passed += 1,
+        }
+    }
+    let most = 11 + 5 * (begun.elapsed().as_secs() + 1);
+    assert!((10..=most).contains(&passed), "{passed} in {:?}", begun.elapsed());
+    // The bucket of HTTP is its own, and probes are not counted.
+    assert_eq!(ask_http(http, &Ask::get("/v1/stats")).status, 200);
+    let mut health = HealthClient::new(link.channel.clone());
+    for _ in 0..20 {
+        health.check(HealthCheckRequest::default()).await.unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -75,7 +75,8 @@ fn a_wrong_admin_token_costs_a_pause() {
 /// While wrong tokens pause, right ones do not wait.
 #[test]
 fn guessing_disturbs_nobody() {
-    let site = Site::guarded(TOKEN, &[]);
+    // All come from one address.
+    let site = Site::guarded(TOKEN, &["--auth-failure-rate-per-ip", "0"]);
     let mut guesses: Vec<Wire> = (0..200)
         .map(|number| {
             let mut wire = site.wire();
@@ -92,18 +93,105 @@ fn guessing_disturbs_nobody() {
     }
 }
 
+/// GUARANTEES 51: two tokens are good, and what came with one that is dropped ends at once.
 #[test]
-fn tokens_from_files_can_be_changed() {
-    let dir = Dir::new();
-    let file = dir.write("token", "first-token\n");
-    let mut site = Site::start(&["--auth-token-file", &file]);
-    site.place.bearer = Some("first-token".to_owned());
-    site.session();
-    dir.write("token", "second-token\n");
-    site.server.signal("HUP");
-    let second = Place { bearer: Some("second-token".to_owned()), ..site.place.clone() };
-    eventually("the new token is known", || (second.get("/v1/stats").status == 200).then_some(()));
-    site.get("/v1/stats").refused(401, "unauthorized");
+fn a_dropped_token_ends_what_came_with_it() {
+    let (first, second) = ("the-first-token-of-all", "the-second-token-of-all");
+    for durable in [false, true] {
+        let dir = Dir::new();
+        let file = dir.write("token", format!("{first}\n"));
+        let flags = ["--auth-token-file", &file];
+        let mut site = if durable { Site::durable(&flags) } else { Site::start(&flags) };
+        site.place.bearer = Some(first.to_owned());
+        let renewed = Place { bearer: Some(second.to_owned()), ..site.place.clone() };
+        let holder = site.session();
+        holder.lock("k");
+        let mut waiting = site.session().queue("k", 1);
+        let popping = site.session();
+        let mut popping = popping.begin("/v1/lists/l/pop", &json!({ "timeout_s": 600 }));
+        let mut streams =
+            ["/v1/signals?pattern=a", "/v1/watch?pattern=a", "/v1/elections/e/events"]
+                .map(|path| site.events(path));
+        // A session whose client comes with the new token meanwhile.
+        let moved = site.session();
+        let kept = moved.lock("moved");
+
+        let both = format!("{second}\n{first}\n");
+        dir.write("token", &both);
+        site.server.signal("HUP");
+        eventually("the new token is known", || {
+            (renewed.get("/v1/stats").status == 200).then_some(())
+        });
+        assert_eq!(site.get("/v1/stats").status, 200, "both are good");
+        let moved = super::site::Session { place: renewed.clone(), id: moved.id };
+        moved.ping().empty();
+
+        dir.write("token", second);
+        site.server.signal("HUP");
+        waiting.reply().refused(401, "unauthorized");
+        popping.reply().refused(401, "unauthorized");
+        for stream in &mut streams {
+            stream.expect("unauthorized", &json!({ "error": "unauthorized" }));
+            stream.expect_end();
+        }
+        site.get("/v1/stats").refused(401, "unauthorized");
+        let other = renewed.session();
+        other.take("/v1/locks/k", &json!({ "acquire_timeout_s": 20, "lease_ttl_s": 600 }));
+        let gone = super::site::Session { place: renewed.clone(), id: holder.id };
+        gone.ping().refused(410, "session_gone");
+        moved.unlock("moved", &kept);
+        let page = renewed.get("/metrics").text();
+        let count = page.lines().find_map(|line| {
+            line.strip_prefix("dflockd_revoked_total{door=\"http\"} ")?.parse::<f64>().ok()
+        });
+        assert!(count >= Some(5.0), "{page}");
+    }
+}
+
+/// GUARANTEES 48: wrong tokens are limited; who is in goes on.
+#[test]
+fn guessing_is_limited() {
+    let site = Site::guarded(TOKEN, &["--admin-token", "adm1n-of-the-tests"]);
+    let mut known = site.wire();
+    let right = site.admitted(Ask::get("/v1/stats"));
+    known.ask(&right).ok();
+    let wrong = Ask::get("/v1/stats").header("Authorization", "Bearer wrong");
+    let mut wires: Vec<Wire> = (0..100).map(|_| site.wire()).collect();
+    for wire in &mut wires {
+        wire.begin(&wrong);
+    }
+    let replies: Vec<_> = wires.iter_mut().map(Wire::reply).collect();
+    let looked_at = replies.iter().filter(|reply| reply.status == 401).count();
+    assert!((10..20).contains(&looked_at), "{looked_at}");
+    let throttled = replies.iter().find(|reply| reply.status == 429).unwrap();
+    throttled.refused(429, "rate_limited");
+    assert_eq!(throttled.header("retry-after"), Some("1"));
+    site.wire().ask(&right).refused(429, "rate_limited");
+    known.ask(&right).ok();
+    // What is no guess is told so, and costs nothing.
+    site.wire().ask(&Ask::get("/v1/stats")).refused(401, "unauthorized");
+    // The admin token is none of a connection that has shown the other one.
+    let end = Ask::post("/v1/admin/sessions/1/end", &json!({ "reason": "x" }));
+    known.ask(&site.admitted(end.admin("wrong"))).refused(429, "rate_limited");
+    eventually("the right token is good again", || {
+        (site.wire().ask(&right).status == 200).then_some(())
+    });
+}
+
+/// GUARANTEES 48: what is guessed is seen, whoever's token it is.
+#[test]
+fn wrong_tokens_are_counted_by_their_kind() {
+    let site = Site::guarded(TOKEN, &["--admin-token", "adm1n-of-the-tests"]);
+    let end = Ask::post("/v1/admin/sessions/1/end", &json!({ "reason": "x" }));
+    for _ in 0..3 {
+        site.ask(end.clone().admin("wrong")).refused(401, "admin_unauthorized");
+    }
+    site.wire().ask(&Ask::get("/v1/stats")).refused(401, "unauthorized");
+    let page = site.get("/metrics").text();
+    for (labels, count) in [("token=\"admin\"", 3), ("token=\"client\"", 1)] {
+        let line = format!("dflockd_auth_failures_total{{door=\"http\",{labels}}} {count}");
+        assert!(page.contains(&line), "{line} is not in:\n{page}");
+    }
 }
 
 const ORIGIN: &str = "https://page.example";

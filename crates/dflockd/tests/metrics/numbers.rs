@@ -173,14 +173,18 @@ fn clients_that_are_sent_away_are_counted() {
     first.expect_end();
     let page =
         scrape_until(&site, "a free seat", |page| page.get("dflockd_connections", &[]) == 0.0);
-    assert_eq!(page.get("dflockd_auth_failures_total", &[("door", "line")]), 1.0);
+    let failures = |page: &Scrape, door, token| {
+        page.get("dflockd_auth_failures_total", &[("door", door), ("token", token)])
+    };
+    assert_eq!(failures(&page, "line", "client"), 1.0);
     let mut first = site.line();
     first.check("auth", "_", "the-token-of-clients", "ok");
     site.line().expect_end();
     site.wire().ask(&Ask::get("/metrics")).refused(401, "unauthorized");
     let page = scrape(&site);
     assert_eq!(page.get("dflockd_connections_refused_total", &[("door", "line")]), 1.0);
-    assert_eq!(page.get("dflockd_auth_failures_total", &[("door", "http")]), 1.0);
+    assert_eq!(failures(&page, "http", "client"), 1.0);
+    assert_eq!(failures(&page, "http", "admin"), 0.0);
 }
 
 /// Every metric that is declared is there, and no other.
