@@ -14,8 +14,8 @@ use parking_lot::Mutex;
 
 use crate::config::Config;
 
-/// Standard streams, listening sockets, the runtime's own, certificate and token files, the fence state file, a collector
-/// of traces, and one connection per API that is about to be refused.
+/// Standard streams, listening sockets, the runtime's own, certificate and token files, the fence state file, a
+/// collector of traces, and one connection per API that is about to be refused.
 const BASE: u64 = 32;
 /// Each worker waits for its sockets with two.
 const PER_WORKER: u64 = 2;

@@ -41,8 +41,8 @@ impl Drop for Guard {
 /// The queue that the events of this process go through.
 static QUEUE: OnceLock<Arc<Queue>> = OnceLock::new();
 
-/// Whether there is room for lines about what operators do. If not, stderr is stuck, and operators have to wait: nothing
-/// is to happen that nobody can read about.
+/// Whether there is room for lines about what operators do. If not, stderr is stuck, and operators have to wait:
+/// nothing is to happen that nobody can read about.
 pub(crate) fn audit_has_room() -> bool {
     QUEUE.get().is_none_or(|queue| queue.has_room())
 }

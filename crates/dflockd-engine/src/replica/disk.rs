@@ -236,8 +236,8 @@ fn write_zeros(file: &File, len: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether the operating system refused to open one more file: the process, or the whole system, has too many open. What
-/// was asked for was not begun then, and may be asked for again.
+/// Whether the operating system refused to open one more file: the process, or the whole system, has too many open.
+/// What was asked for was not begun then, and may be asked for again.
 #[must_use]
 pub fn is_out_of_descriptors(error: &io::Error) -> bool {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<OnFile>());

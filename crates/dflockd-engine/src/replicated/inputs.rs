@@ -21,8 +21,8 @@ pub(super) const ITEMS_BYTES_MAX: usize = 32 << 20;
 /// Reads of clients that wait.
 pub(super) const READS_MAX: usize = 64 << 10;
 
-/// Frames of peers that wait: more than a leader has on its way to a follower, and than the followers of a large cluster
-/// have on theirs. One more is lost, as it may be on the network, and sent again.
+/// Frames of peers that wait: more than a leader has on its way to a follower, and than the followers of a large
+/// cluster have on theirs. One more is lost, as it may be on the network, and sent again.
 const FRAMES_MAX: usize = 64 << 10;
 const FRAMES_BYTES_MAX: usize = 256 << 20;
 

@@ -1,8 +1,8 @@
 //! Lines on their way to stderr.
 //!
 //! Nobody waits for stderr but a thread of its own. When stderr blocks, ordinary lines are lost beyond a bound, and
-//! counted. Lines about what operators did are never lost: beyond a bound of theirs nothing more is done that would need
-//! one ([`Queue::has_room`]).
+//! counted. Lines about what operators did are never lost: beyond a bound of theirs nothing more is done that would
+//! need one ([`Queue::has_room`]).
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
