@@ -14,6 +14,7 @@ mod audit;
 mod caller;
 mod cluster;
 mod feed;
+mod foreign;
 mod grpc;
 mod http;
 mod local;

@@ -30,6 +30,7 @@ pub(crate) use self::page::CONTENT_TYPE;
 use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
+use crate::foreign::{Foreign, ForeignCounts};
 use crate::service::{Service, seconds};
 
 /// The route of requests that match none.
@@ -50,6 +51,8 @@ pub struct Metrics {
     adding: Mutex<()>,
     grpc: grpc::Calls,
     http_sessions: AtomicU64,
+    /// Who does not speak the line protocol on its port.
+    pub(crate) foreign: ForeignCounts,
 }
 
 struct LineRequests([AtomicU64; OPS.len()]);
@@ -210,6 +213,8 @@ impl Metrics {
         let counts = |door: Door| &self.doors[door as usize];
         page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
         page.by(&n::AUTH_FAILURES, each(&|door| counts(door).auth_failures.load(Relaxed)));
+        let foreign = Foreign::ALL.map(|other| (other.name(), self.foreign.count(other)));
+        page.by(&n::FOREIGN_PROTOCOLS, foreign);
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }

@@ -10,6 +10,7 @@ mod process {
     mod contention;
     mod crowd;
     mod fences;
+    mod foreign;
     mod hostile;
     mod leases;
     mod limits;

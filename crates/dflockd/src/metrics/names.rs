@@ -83,6 +83,8 @@ metrics! {
         "Connections that were closed at once because of a cap"
     AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door"]
         "Wrong or missing tokens, those of operators included"
+    FOREIGN_PROTOCOLS Counter Always "dflockd_foreign_protocol_total" ["protocol"]
+        "Connections that spoke HTTP or TLS to the port of the line protocol and were closed"
     OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::openapi;
 use super::site::Site;
 use super::support::{Noise, eventually};
-use super::wire::{Ask, Got, Reply, escape};
+use super::wire::{Ask, Reply, escape};
 
 const MIB: usize = 1 << 20;
 
@@ -382,9 +382,10 @@ fn service_routes() {
 fn off_unless_asked_for() {
     let server = super::support::Server::start::<&str>(&[]);
     let mut wire = super::wire::Wire::connect(server.address, None).unwrap();
-    wire.send("GET /health HTTP/1.1\r\nHost: x\r\n\r\n");
-    assert_ne!(wire.hear(super::support::LIMIT), Got::Nothing);
-    assert!(!wire.taken().starts_with(b"HTTP"));
+    let reply = wire.ask(&Ask::get("/health"));
+    assert_eq!(reply.status, 400);
+    assert!(reply.text().contains("--http-port"), "{}", reply.text());
+    wire.expect_end();
 }
 
 #[test]
