@@ -250,6 +250,8 @@ settings! {
     /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
     http_cors_allowed_origins: Vec<String> = Origins,
         "http-cors-allowed-origins", "DFLOCKD_HTTP_CORS_ALLOWED_ORIGINS", "";
+    /// Speak HTTP/2 without TLS on the HTTP port, to clients that know that it does.
+    http_h2c: bool = Switch, "http-h2c", "DFLOCKD_HTTP_H2C", "false";
     /// How often a comment is written to event streams, so that proxies keep them open; must be below
     /// --http-session-idle-timeout. Left at its default it adapts to a shorter idle timeout.
     http_sse_ping_interval: Duration = Seconds { min: 0, zero: "none" },
@@ -2837,7 +2839,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 69);
+        assert_eq!(settings.len(), 70);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

@@ -15,6 +15,7 @@ mod caller;
 mod cluster;
 mod feed;
 mod foreign;
+mod frames;
 mod grpc;
 mod http;
 mod local;

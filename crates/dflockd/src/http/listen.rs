@@ -51,6 +51,8 @@ pub(crate) struct Listener {
     app: Shared,
     router: Router,
     protocol: auto::Builder<TokioExecutor>,
+    /// For connections that may not speak HTTP/2.
+    http1: auto::Builder<TokioExecutor>,
     /// Swapped when the certificate is loaded again.
     tls: ArcSwapOption<ServerConfig>,
     per_address_max: u64,
@@ -86,6 +88,7 @@ impl Listener {
             router: router(Arc::clone(&app)),
             app,
             protocol: protocol(),
+            http1: protocol().http1_only(),
             tls: ArcSwapOption::new(tls.map(|tls| with_http(tls))),
             per_address_max,
             seats: Mutex::default(),
@@ -167,13 +170,18 @@ impl Listener {
             return;
         }
         let tls = self.tls.load_full();
+        let listener = Arc::clone(self);
         tokio::spawn(async move {
             match tls {
-                None => seat.serve(stream).await,
+                None => {
+                    let h2c = listener.app.h2c;
+                    let protocol = if h2c { &listener.protocol } else { &listener.http1 };
+                    seat.serve(stream, protocol).await;
+                }
                 Some(tls) => {
                     let handshake = TlsAcceptor::from(tls).accept(stream);
                     match tokio::time::timeout(HANDSHAKE, handshake).await {
-                        Ok(Ok(stream)) => seat.serve(stream).await,
+                        Ok(Ok(stream)) => seat.serve(stream, &listener.protocol).await,
                         Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
                         Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
                     }
@@ -204,7 +212,11 @@ struct Seat {
 
 impl Seat {
     /// Serves a connection until it ends, takes too long for something or is told to stop.
-    async fn serve(self, stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static) {
+    async fn serve(
+        self,
+        stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static,
+        protocol: &auto::Builder<TokioExecutor>,
+    ) {
         let Self { ref listener, address } = self;
         let pace = Arc::new(Pace::new(PACE));
         let cut = Cut::default();
@@ -214,9 +226,9 @@ impl Seat {
             pace: Arc::clone(&pace),
             cut: cut.clone(),
         };
-        let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace)));
+        let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace), address));
         let mut phase = listener.phase.subscribe();
-        let connection = listener.protocol.serve_connection(io, entry);
+        let connection = protocol.serve_connection(io, entry);
         let mut connection = pin!(connection);
         let told = phase.wait_for(|phase| *phase != Phase::Serving);
         let until_told = async {

@@ -59,6 +59,8 @@ pub(crate) struct App {
     pub(crate) read_timeout: Duration,
     /// How often a comment is written to event streams; zero is never.
     pub(crate) sse_ping: Duration,
+    /// Whether HTTP/2 is spoken without TLS.
+    pub(crate) h2c: bool,
     cors: Cors,
     rate_limit: Option<RateLimit>,
     /// For requests that need no session.
@@ -92,6 +94,7 @@ impl App {
             }),
             read_timeout: config.read_timeout,
             sse_ping: config.sse_ping(),
+            h2c: config.http_h2c,
             cors: Cors::new(&config.http_cors_allowed_origins),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
             common: Common::new(service, Door::Http, "http"),

@@ -99,7 +99,7 @@ async fn a_flood_of_pings_is_cut_off() {
         tokio::time::sleep(millis(20)).await;
     }
     flood.await.unwrap();
-    site.server.wait_for_output("a flood of pings");
+    site.server.wait_for_output("a flood of HTTP/2 frames");
     link.open(0).await;
 }
 
