@@ -93,7 +93,11 @@ impl Service<Request> for Gated {
         let (method, headers) = (request.method().clone(), request.headers());
         let kind = Kind::of(template.as_ref().map(MatchedPath::as_str));
         let traced = app.service.telemetry.as_ref().filter(|_| kind != Kind::Probe);
-        let trace = traced.map(|telemetry| Box::new(telemetry.request(&method, headers)));
+        // A stranger's trace must not decide what is sampled here.
+        let trace = traced.map(|telemetry| {
+            let parent = Some(headers).filter(|headers| app.service.admits(headers));
+            Box::new(telemetry.request(&method, parent))
+        });
         let allowed = if app.cors.is_active() { app.cors.allowed(headers) } else { None };
         let step = if app.cors.is_preflight(&method, headers) {
             Step::Done(preflight())
