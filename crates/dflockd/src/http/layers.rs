@@ -1,5 +1,5 @@
-//! What every request passes, in this order: CORS, metrics, rate limit, authentication, the state of the server; then
-//! its route.
+//! What every request passes, in this order: CORS, metrics, rate limit, where it comes from, authentication, the state
+//! of the server; then its route.
 //!
 //! One service instead of one per concern: each would cost every request a box and a clone. axum calls it after the
 //! route was found, so that it knows the template, which is what metrics are kept by.
@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::header::{AUTHORIZATION, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::header::{AUTHORIZATION, CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
 use axum::http::{HeaderMap, HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
@@ -21,7 +21,7 @@ use tower::{Layer, Service};
 
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
-use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE};
+use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
 use crate::config::FollowerMode;
 use crate::telemetry::RequestTrace;
 
@@ -46,6 +46,8 @@ enum Kind {
     Probe,
     /// Says how the server is, also while it goes down.
     Service,
+    /// Totals for Prometheus, also while the server goes down.
+    Metrics,
     /// The document, for everybody.
     Document,
     /// Files of the web page, for everybody.
@@ -61,7 +63,8 @@ impl Kind {
         match template {
             None => Self::Unmatched,
             Some("/health" | "/ready") => Self::Probe,
-            Some("/metrics" | "/v1/stats") => Self::Service,
+            Some("/metrics") => Self::Metrics,
+            Some("/v1/stats") => Self::Service,
             Some("/v1/openapi.json") => Self::Document,
             Some(page) if page == "/" || page == "/ui" || page.starts_with("/ui/") => Self::Page,
             Some(_) => Self::Api,
@@ -123,6 +126,7 @@ enum Refused {
 impl App {
     /// Whether a request may go on to its route.
     fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<(), Refused> {
+        origin::check_single_host(request.headers()).map_err(Refused::Now)?;
         if kind == Kind::Probe {
             return Ok(());
         }
@@ -134,6 +138,10 @@ impl App {
         }
         if kind == Kind::Document || kind == Kind::Page {
             return Ok(());
+        }
+        // Scrapers come by any name, and totals tell nobody a key.
+        if kind != Kind::Metrics && self.service.auth.load().is_none() {
+            origin::check(request, &self.hosts, &self.cors).map_err(Refused::Now)?;
         }
         if !self.is_authorized(request.headers()) {
             let peer = peer.map(|peer| peer.0.to_string());
@@ -224,6 +232,9 @@ impl Future for Passing {
         };
         let nosniff = HeaderValue::from_static("nosniff");
         response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        // Answers hold tokens and values; what may be kept says so itself.
+        let no_store = HeaderValue::from_static("no-store");
+        response.headers_mut().entry(CACHE_CONTROL).or_insert(no_store);
         if let Some(allowed) = this.allowed.take() {
             allowed.tell(&mut response);
         }
@@ -247,6 +258,7 @@ mod tests {
             (None, Kind::Unmatched),
             (Some("/health"), Kind::Probe),
             (Some("/v1/stats"), Kind::Service),
+            (Some("/metrics"), Kind::Metrics),
             (Some("/"), Kind::Page),
             (Some("/ui/{file}"), Kind::Page),
             (Some("/uid"), Kind::Api),

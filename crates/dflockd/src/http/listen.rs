@@ -24,6 +24,7 @@ use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
+use super::origin::Arrived;
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Peer, Shared, router};
@@ -170,18 +171,20 @@ impl Listener {
             return;
         }
         let tls = self.tls.load_full();
+        let arrived = if self.app.is_everywhere { stream.local_addr().ok() } else { None };
+        let arrived = arrived.map(|address| Arrived(address.ip()));
         let listener = Arc::clone(self);
         tokio::spawn(async move {
             match tls {
                 None => {
                     let h2c = listener.app.h2c;
                     let protocol = if h2c { &listener.protocol } else { &listener.http1 };
-                    seat.serve(stream, protocol).await;
+                    seat.serve(stream, protocol, arrived).await;
                 }
                 Some(tls) => {
                     let handshake = TlsAcceptor::from(tls).accept(stream);
                     match tokio::time::timeout(HANDSHAKE, handshake).await {
-                        Ok(Ok(stream)) => seat.serve(stream, &listener.protocol).await,
+                        Ok(Ok(stream)) => seat.serve(stream, &listener.protocol, arrived).await,
                         Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
                         Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
                     }
@@ -216,6 +219,7 @@ impl Seat {
         self,
         stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static,
         protocol: &auto::Builder<TokioExecutor>,
+        arrived: Option<Arrived>,
     ) {
         let Self { ref listener, address } = self;
         let pace = Arc::new(Pace::new(PACE));
@@ -223,6 +227,7 @@ impl Seat {
         let entry = Entry {
             router: listener.router.clone(),
             peer: Peer(address),
+            arrived,
             pace: Arc::clone(&pace),
             cut: cut.clone(),
         };
@@ -275,6 +280,7 @@ impl Drop for Seat {
 struct Entry {
     router: Router,
     peer: Peer,
+    arrived: Option<Arrived>,
     pace: Arc<Pace>,
     cut: Cut,
 }
@@ -289,6 +295,9 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
         let extensions = request.extensions_mut();
         extensions.insert(self.peer);
         extensions.insert(self.cut.clone());
+        if let Some(arrived) = self.arrived {
+            extensions.insert(arrived);
+        }
         Answering::new(self.router.clone().call(request), in_flight)
     }
 }
