@@ -20,6 +20,7 @@ use super::error::ApiError;
 use crate::config::Config;
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+const SEC_FETCH_DEST: HeaderName = HeaderName::from_static("sec-fetch-dest");
 
 /// The address of this machine that a connection came in at, where the server listens on all of them.
 #[derive(Clone, Copy, Debug)]
@@ -106,13 +107,18 @@ fn check_page(headers: &HeaderMap, host: &Authority<'_>, cors: &Cors) -> Result<
     let (origin, another) = (origins.next(), origins.next());
     let may = match origin {
         Some(origin) => another.is_none() && (cors.admits(origin) || is_same(origin, host)),
-        // Also sent where there is no Origin: images, links, forms that only ask.
-        None => {
-            let is_foreign = headers.get(SEC_FETCH_SITE).is_some_and(|site| site == "cross-site");
-            !is_foreign || cors.admits_all()
-        }
+        None => !is_foreign(headers) || cors.admits_all(),
     };
     if may { Ok(()) } else { Err(ApiError::origin_not_allowed()) }
+}
+
+/// Whether a page of somebody else asks although there is no `Origin`, as for images and frames: they change nothing,
+/// but a stream that is opened so takes signals from those who share them.
+fn is_foreign(headers: &HeaderMap) -> bool {
+    let Some(site) = headers.get(SEC_FETCH_SITE) else { return false };
+    // A link that somebody follows from another server of the same machine or domain is fine.
+    let is_followed = headers.get(SEC_FETCH_DEST).is_none_or(|what| what == "document");
+    site == "cross-site" || site == "same-site" && !is_followed
 }
 
 /// Whether a page comes from this very server: same name, same port.
@@ -361,6 +367,10 @@ mod tests {
             [("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)]
         {
             assert_eq!(post("localhost", &[("sec-fetch-site", site)]), code, "{site}");
+        }
+        for (what, code) in [("document", 200), ("image", 403), ("iframe", 403), ("empty", 403)] {
+            let headers = [("sec-fetch-site", "same-site"), ("sec-fetch-dest", what)];
+            assert_eq!(post("localhost", &headers), code, "{what}");
         }
         // A page that may ask is usually on another site.
         let page = [("origin", "https://page.example"), ("sec-fetch-site", "cross-site")];

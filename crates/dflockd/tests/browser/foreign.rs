@@ -55,8 +55,9 @@ impl Victim {
         let sessions = scene.ask("/v1/overview")["http_sessions"].to_string();
         let locks = client.stats()["locks"].to_string();
         // Had a signal come, it would be heard first.
-        client.check("signal", "alarm", "mine", "ok 1");
+        let heard = client.ask("signal", "alarm", "mine");
         let found = [
+            ("who hears signals", heard),
             ("a value", client.ask("kget", "evil", "")),
             ("a counter", client.ask("get", "counter", "")),
             ("a list", client.ask("lrange", "jobs", "0 -1")),
@@ -65,7 +66,8 @@ impl Victim {
             ("locks", locks),
             ("sessions", sessions),
         ];
-        let mine = ["nil", "ok 0", r#"ok ["the-only-job"]"#, "ok 0", "sig alarm mine", "[]", "0"];
+        let mine =
+            ["ok 1", "nil", "ok 0", r#"ok ["the-only-job"]"#, "ok 0", "sig alarm mine", "[]", "0"];
         let changed: Vec<_> = found.iter().zip(mine).filter(|(it, mine)| it.1 != *mine).collect();
         assert!(changed.is_empty(), "{changed:#?}");
     }
@@ -126,6 +128,12 @@ const SIMPLE: &str = r"async (line, http) => {
             .then(() => 'read', (error) => error.name));
         navigator.sendBeacon(url, text);
     }
+    // A stream that shares signals with others takes them away.
+    const stream = `http://${http}/v1/signals?pattern=alarm&group=thieves`;
+    all.push(send(stream, {}), send(stream, { referrerPolicy: 'no-referrer' }));
+    document.body.append(Object.assign(document.createElement('img'), { src: stream }));
+    globalThis.source = new EventSource(stream);
+    all.push(new Promise((done) => { source.onerror = () => done('refused'); source.onopen = () => done('read'); }));
     const read = (url, options) => fetch(url, options).then(() => 'read', (error) => error.name);
     all.push(read(`http://${http}/v1/kv/evil`, { method: 'PUT', body: '{}' }), read(`http://${http}/v1/stats`));
     return Promise.all(all);

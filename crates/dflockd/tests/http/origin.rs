@@ -42,6 +42,9 @@ fn pages_of_others_are_refused() {
             }
             site.ask(ask.clone().header("Origin", origin)).refused(403, "origin_not_allowed");
         }
+        let image = ask.clone().header("Sec-Fetch-Dest", "image");
+        let image = image.header("Sec-Fetch-Site", "same-site");
+        site.ask(image).refused(403, "origin_not_allowed");
         let cross = ask.clone().header("Sec-Fetch-Site", "cross-site");
         site.ask(cross).refused(403, "origin_not_allowed");
         for kind in
