@@ -144,6 +144,13 @@ impl Auth {
         !self.client.tokens.load().is_empty()
     }
 
+    /// Whether a request comes with a valid token, or none is needed. For what a client is never told: a wrong token is
+    /// not counted here.
+    pub(crate) fn knows(&self, headers: &HeaderMap) -> bool {
+        let tokens = self.client.tokens.load();
+        tokens.is_empty() || bearer(headers).is_some_and(|token| find(&tokens, token).is_some())
+    }
+
     /// Whether anybody can be an operator.
     pub(crate) fn has_operators(&self) -> bool {
         !self.admin.tokens.load().is_empty()

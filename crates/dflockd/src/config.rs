@@ -263,6 +263,13 @@ settings! {
     /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
     http_cors_allowed_origins: Vec<String> = Origins,
         "http-cors-allowed-origins", "DFLOCKD_HTTP_CORS_ALLOWED_ORIGINS", "";
+    /// Hosts that requests without a token may be sent to, besides loopback addresses, the bind address and
+    /// --http-advertise-addr: names or addresses separated by commas, with a dot in front for all names below a
+    /// domain, or * for all.
+    http_allowed_hosts: Vec<String> = Hosts,
+        "http-allowed-hosts", "DFLOCKD_HTTP_ALLOWED_HOSTS", "";
+    /// Speak HTTP/2 without TLS on the HTTP port, to clients that know that it does.
+    http_h2c: bool = Switch, "http-h2c", "DFLOCKD_HTTP_H2C", "false";
     /// How often a comment is written to event streams, so that proxies keep them open; must be below
     /// --http-session-idle-timeout. Left at its default it adapts to a shorter idle timeout.
     http_sse_ping_interval: Duration = Seconds { min: 0, zero: "none" },
@@ -857,6 +864,11 @@ impl Config {
         (self.http_port != 0).then_some((host.as_str(), self.http_port))
     }
 
+    /// Whether the HTTP interface listens on all addresses of the machine.
+    pub fn http_listens_everywhere(&self) -> bool {
+        self.http_address().is_some_and(|(host, _)| is_wildcard(host))
+    }
+
     /// Where the gRPC interface binds, if it is on.
     pub fn grpc_address(&self) -> Option<(&str, u16)> {
         let host = self.grpc_host.as_ref().unwrap_or(&self.host);
@@ -881,6 +893,7 @@ impl Config {
         }
         warnings.extend(self.warnings_of_open_addresses());
         warnings.extend(self.weak_tokens());
+        warnings.extend(self.warnings_of_web_pages());
         if let Some(cluster) = &self.cluster {
             if cluster.secret.is_some() && self.raft_auth_token.is_none() {
                 warnings.push(
@@ -902,6 +915,28 @@ impl Config {
             }
         }
         warnings
+    }
+
+    /// What lets web pages use a server that has no token to keep them out.
+    fn warnings_of_web_pages(&self) -> Vec<String> {
+        if self.auth_token.is_some() || self.http_address().is_none() {
+            return Vec::new();
+        }
+        let has_all = |entries: &[String]| entries.iter().any(|entry| entry == "*");
+        let open = [
+            (
+                &self.http_cors_allowed_origins,
+                "--http-cors-allowed-origins * and there is no auth token: every web page that \
+                 somebody visits who can reach the server can take and release locks",
+            ),
+            (
+                &self.http_allowed_hosts,
+                "--http-allowed-hosts * and there is no auth token: every web page whose name \
+                 resolves to this server's address can take and release locks",
+            ),
+        ];
+        let open = open.into_iter().filter(|(entries, _)| has_all(entries));
+        open.map(|(_, warning)| warning.to_owned()).collect()
     }
 
     /// What is not protected although others than this machine can reach it.
@@ -1830,6 +1865,39 @@ impl Rule for Origins {
     }
 }
 
+/// What a server is called, as it stands in `Host` but without a port.
+struct Hosts;
+
+impl Rule for Hosts {
+    type Value = Vec<String>;
+
+    fn valid(&self) -> String {
+        "`host,.domain,…` or `*`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
+        let mut hosts = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let host = bare(entry.trim_ascii()).to_ascii_lowercase();
+            let name = host.strip_prefix('.').unwrap_or(&host);
+            let is_name = !name.is_empty()
+                && !name.starts_with('.')
+                && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+            if !(host == "*" || is_name || host.parse::<IpAddr>().is_ok()) {
+                let number = index + 1;
+                let rule = format!("entry {number} must be a host without a port, .domain or *");
+                return Err(Problem::Malformed(rule));
+            }
+            hosts.push(host);
+        }
+        Ok(hosts)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
+        Ok(Vec::new())
+    }
+}
+
 /// Where a collector is.
 struct Endpoint;
 
@@ -2244,6 +2312,7 @@ mod tests {
             let value = match setting.flag {
                 "host" | "http-host" | "grpc-host" => "localhost",
                 "http-cors-allowed-origins" => "https://a.example",
+                "http-allowed-hosts" => "a.example",
                 "otlp-endpoint" => "http://a.example:4317",
                 "log-format" => "json",
                 "auto-release" => "lease",
@@ -3125,6 +3194,39 @@ mod tests {
         refused(&["--grpc-port=6388"], &[], "--grpc-port must differ from --port (got 6388)");
         let both = ["--grpc-port=81", "--http-port=81"];
         refused(&both, &[], "--grpc-port must differ from --http-port (got 81)");
+    }
+
+    #[test]
+    fn hosts() {
+        let given = ["--http-allowed-hosts", "A.example, .b.example,[::1],10.0.0.1,fe80::1,*"];
+        let hosts = config(&given, &[]).http_allowed_hosts;
+        assert_eq!(hosts, ["a.example", ".b.example", "::1", "10.0.0.1", "fe80::1", "*"]);
+        for (wrong, number) in
+            [("a:80", 1), ("a,", 2), ("http://a", 1), ("..a", 1), (".", 1), ("*.a", 1), ("a b", 1)]
+        {
+            refused(
+                &["--http-allowed-hosts", wrong],
+                &[],
+                &format!(
+                    "--http-allowed-hosts entry {number} must be a host without a port, .domain \
+                     or * (got {wrong:?})"
+                ),
+            );
+        }
+    }
+
+    #[test]
+    fn warnings_for_all_web_pages() {
+        let count = |flag: &str, more: &[&str]| {
+            config(&[&[flag, "*", "--http-port=1"], more].concat(), &[]).warnings().len()
+        };
+        for flag in ["--http-cors-allowed-origins", "--http-allowed-hosts"] {
+            assert_eq!(count(flag, &[]), 1, "{flag}");
+            assert_eq!(count(flag, &["--auth-token=a-token-that-is-long-enough"]), 0, "{flag}");
+            assert_eq!(config(&[flag, "*"], &[]).warnings().len(), 0, "{flag} without HTTP");
+        }
+        let some = ["--http-cors-allowed-origins=http://a", "--http-port=1"];
+        assert!(config(&some, &[]).warnings().is_empty());
     }
 
     #[test]

@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use crate::audit::{By, Deed};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
+use crate::foreign::{FirstLine, Verdict};
 use crate::logging;
 use crate::operate::{self, Backup};
 use crate::report;
@@ -183,6 +184,8 @@ pub struct Connection {
     /// The token it came with is no longer valid, and its client has until then to read that.
     revoked: Option<Timestamp>,
     phase: Phase,
+    /// None once it is known what the client speaks.
+    first_line: Option<FirstLine>,
     decoder: Decoder,
     /// Input that is not used yet: part of a request, or what came behind a blocking one.
     pending: Vec<u8>,
@@ -286,6 +289,7 @@ impl Connection {
             failed_attaches: 0,
             revoked: None,
             phase,
+            first_line: Some(FirstLine::default()),
             pending: Vec::new(),
             output: Vec::new(),
             written: 0,
@@ -336,6 +340,9 @@ impl Connection {
         if matches!(self.phase, Phase::Closing(_) | Phase::Over) {
             return;
         }
+        if self.first_line.is_some() && self.turn_away(bytes) {
+            return self.arm();
+        }
         if self.pending.is_empty() {
             let used = self.execute(bytes, pokes);
             self.pending.extend_from_slice(&bytes[used..]);
@@ -353,6 +360,19 @@ impl Connection {
             self.pending = Vec::new();
         }
         self.arm();
+    }
+
+    /// Sends away who speaks another protocol, before anything of it is executed.
+    fn turn_away(&mut self, bytes: &[u8]) -> bool {
+        let verdict = self.first_line.as_mut().and_then(|first_line| first_line.read(bytes));
+        let Some(verdict) = verdict else { return false };
+        self.first_line = None;
+        let Verdict::Foreign(protocol) = verdict else { return false };
+        self.service.metrics.foreign.add(protocol, &self.peer, self.now);
+        self.pending = Vec::new();
+        self.output.extend_from_slice(protocol.hint());
+        self.close();
+        true
     }
 
     /// The client sends nothing more. What it has sent is executed; if something waits then, the client is taken

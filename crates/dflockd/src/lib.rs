@@ -17,6 +17,8 @@ mod cluster;
 mod descriptors;
 mod detached;
 mod feed;
+mod foreign;
+mod frames;
 mod grpc;
 mod http;
 mod local;

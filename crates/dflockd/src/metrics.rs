@@ -31,6 +31,7 @@ use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
 use crate::auth::{Denied, TokenKind};
+use crate::foreign::{Foreign, ForeignCounts};
 use crate::logging;
 use crate::service::{Service, seconds};
 
@@ -52,6 +53,8 @@ pub struct Metrics {
     adding: Mutex<()>,
     grpc: grpc::Calls,
     http_sessions: AtomicU64,
+    /// Who does not speak the line protocol on its port.
+    pub(crate) foreign: ForeignCounts,
 }
 
 struct LineRequests([AtomicU64; OPS.len()]);
@@ -244,6 +247,8 @@ impl Metrics {
         page.values(&n::AUTH_FAILURES, tokens(|counts| &counts.auth_failures));
         page.values(&n::AUTH_THROTTLED, tokens(|counts| &counts.auth_throttled));
         page.by(&n::REVOKED, each(&|door| counts(door).revoked.load(Relaxed)));
+        let foreign = Foreign::ALL.map(|other| (other.name(), self.foreign.count(other)));
+        page.by(&n::FOREIGN_PROTOCOLS, foreign);
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }

@@ -114,9 +114,13 @@ impl Telemetry {
         Ok(Self { provider, tracer, propagator: TraceContextPropagator::new() })
     }
 
-    /// An HTTP request begins.
-    pub(crate) fn request(&self, method: &Method, headers: &HeaderMap) -> RequestTrace {
-        let parent = self.propagator.extract_with_context(&Context::new(), &Headers(headers));
+    /// An HTTP request begins, beneath the span that the headers of an authenticated client name.
+    pub(crate) fn request(&self, method: &Method, headers: Option<&HeaderMap>) -> RequestTrace {
+        let none = Context::new();
+        let parent = match headers {
+            Some(headers) => self.propagator.extract_with_context(&none, &Headers(headers)),
+            None => none,
+        };
         let span = self
             .tracer
             .span_builder(known_method(method))

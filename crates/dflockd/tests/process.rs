@@ -11,6 +11,7 @@ mod process {
     mod crowd;
     mod descriptors;
     mod fences;
+    mod foreign;
     mod hostile;
     mod leases;
     mod limits;

@@ -25,12 +25,12 @@ pub(crate) struct Args {
 /// How a client begins, and what it sends from time to time.
 const BEGINNINGS: [(&[u8], &[u8]); 4] = [
     (b"", b""),
-    (b"GET /health HTTP/1.1\r\nHost: crowd\r\nX-Slow: ", b"x"),
+    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"x"),
     (
-        b"POST /v1/counters/crowd/add HTTP/1.1\r\nHost: crowd\r\nContent-Length: 100000\r\n\r\n",
+        b"POST /v1/counters/crowd/add HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n",
         b" ",
     ),
-    (b"GET /v1/signals?pattern=crowd HTTP/1.1\r\nHost: crowd\r\n\r\n", b""),
+    (b"GET /v1/signals?pattern=crowd HTTP/1.1\r\nHost: localhost\r\n\r\n", b""),
 ];
 
 /// Runs until it is ended.

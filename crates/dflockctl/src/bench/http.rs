@@ -5,7 +5,7 @@ use super::target::{Answer, Proof, Request, concat, member};
 
 /// The first request of a connection.
 pub(crate) const OPEN_SESSION: &[u8] =
-    b"POST /v1/sessions HTTP/1.1\r\nHost: bench\r\nContent-Length: 0\r\n\r\n";
+    b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n";
 
 /// A token is as long as that.
 const TOKEN_BYTES: usize = 32;
@@ -28,7 +28,7 @@ impl Forms {
         let form = |verb: &str, start: &str, more: usize| {
             let length = start.len() + more;
             format!(
-                "{verb} HTTP/1.1\r\nHost: bench\r\nX-Dflockd-Session: {session}\r\n\
+                "{verb} HTTP/1.1\r\nHost: localhost\r\nX-Dflockd-Session: {session}\r\n\
                  Content-Length: {length}\r\n\r\n{start}"
             )
             .into_bytes()
@@ -132,7 +132,7 @@ mod tests {
             assert_eq!(
                 written(request),
                 format!(
-                    "POST /v1/locks/a%2Fb{verb} HTTP/1.1\r\nHost: bench\r\n\
+                    "POST /v1/locks/a%2Fb{verb} HTTP/1.1\r\nHost: localhost\r\n\
                      X-Dflockd-Session: 5e5510\r\nContent-Length: {length}\r\n\r\n{body}"
                 )
             );

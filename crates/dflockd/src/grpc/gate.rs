@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::http::{HeaderMap, Request, Response as HttpResponse};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, HeaderValue, Request, Response as HttpResponse};
 use bytes::Bytes;
 use dflockd_engine::Door;
 use http_body::{Body as HttpBody, Frame, SizeHint};
@@ -236,6 +237,12 @@ impl App {
         })?;
         if let Some(usage) = request.extensions().get::<Usage>() {
             usage.authenticate();
+        }
+        // A browser sends what a page wants as text or a form to any port, but must ask before it sends this type.
+        let kind = request.headers().get(CONTENT_TYPE).map(HeaderValue::as_bytes);
+        if !kind.is_some_and(|kind| kind.starts_with(b"application/grpc")) {
+            let refused = Refused::bad_request("the content type must be application/grpc");
+            return Err(Turned::Away(refused));
         }
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(peer);

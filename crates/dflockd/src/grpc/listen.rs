@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use dflockd_engine::{AddressKey, Door};
@@ -31,6 +31,7 @@ use super::{App, routes};
 use crate::auth::Origin;
 use crate::config::Config;
 use crate::descriptors::Connections;
+use crate::frames::{Frames, PREFACE};
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -45,8 +46,6 @@ const RESETS_MAX: usize = 64;
 /// How often the peer of a connection must show that it lives.
 const PING: Duration = Duration::from_secs(30);
 const PONG: Duration = Duration::from_secs(20);
-/// What every connection over HTTP/2 begins with.
-const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// How long an unused connection may take to close, once it was told to.
 const LAST_MOMENT: Duration = Duration::from_secs(10);
@@ -240,7 +239,7 @@ impl Seat {
         let stream = Connection {
             socket,
             greeting: PREFACE,
-            frames: Frames::default(),
+            frames: Frames::after_the_preface(),
             address: self.origin.address,
             app: Arc::clone(&listener.app),
         };
@@ -354,7 +353,7 @@ impl AsyncRead for Connection {
         let before = buffer.filled().len();
         std::task::ready!(Pin::new(&mut self.socket).poll_read(cx, buffer))?;
         if self.frames.is_flood(&buffer.filled()[before..]) {
-            let kind = "closed: a flood of pings";
+            let kind = "closed: a flood of HTTP/2 frames";
             if let Some(suppressed) = self.app.service.log_budget.admit(self.address, kind) {
                 tracing::warn!(peer = %self.address, suppressed, "{kind}");
             }
@@ -451,80 +450,4 @@ fn with_http2(tls: &ServerConfig) -> Arc<ServerConfig> {
     let mut tls = tls.clone();
     tls.alpn_protocols = vec![b"h2".to_vec()];
     Arc::new(tls)
-}
-
-/// Counts the frames that a peer can make the server answer for nothing. HTTP/2 itself sets no limit to them.
-#[derive(Default)]
-struct Frames {
-    head: [u8; HEAD],
-    /// Bytes of the head that are there.
-    known: usize,
-    /// Bytes of the payload that are to come.
-    left: usize,
-    answered: u32,
-    since: Option<Instant>,
-}
-
-const HEAD: usize = 9;
-const SETTINGS_FRAME: u8 = 4;
-const PING_FRAME: u8 = 6;
-/// Pings and settings in a second: more than any client needs to measure a connection, too few to keep a core busy.
-const ANSWERED_MAX: u32 = 10_000;
-const ANSWERED_IN: Duration = Duration::from_secs(1);
-
-impl Frames {
-    /// Whether these bytes are too much.
-    fn is_flood(&mut self, mut bytes: &[u8]) -> bool {
-        while !bytes.is_empty() {
-            let skipped = self.left.min(bytes.len());
-            self.left -= skipped;
-            bytes = &bytes[skipped..];
-            let taken = (HEAD - self.known).min(bytes.len());
-            self.head[self.known..self.known + taken].copy_from_slice(&bytes[..taken]);
-            self.known += taken;
-            bytes = &bytes[taken..];
-            if self.known < HEAD {
-                return false;
-            }
-            self.known = 0;
-            let [a, b, c, kind, ..] = self.head;
-            self.left = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
-            if matches!(kind, PING_FRAME | SETTINGS_FRAME) && self.count() {
-                return true;
-            }
-        }
-        false
-    }
-
-    fn count(&mut self) -> bool {
-        self.answered += 1;
-        if self.answered <= ANSWERED_MAX {
-            return false;
-        }
-        let now = Instant::now();
-        let is_flood = self.since.is_some_and(|since| now.duration_since(since) < ANSWERED_IN);
-        self.since = Some(now);
-        self.answered = 0;
-        is_flood
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pings_are_counted_however_they_arrive() {
-        let ping = [0, 0, 8, PING_FRAME, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
-        // Looks like pings, but is the payload of another frame.
-        let data = [&[0, 0, 34, 0, 0, 0, 0, 0, 1][..], &ping, &ping].concat();
-        for piece in [1, 7, 17, 4096] {
-            let mut frames = Frames::default();
-            let many = data.repeat(2 * ANSWERED_MAX as usize);
-            assert!(!many.chunks(piece).any(|bytes| frames.is_flood(bytes)), "{piece}");
-            assert_eq!(frames.answered, 0);
-            let flood = ping.repeat(3 * ANSWERED_MAX as usize);
-            assert!(flood.chunks(piece).any(|bytes| frames.is_flood(bytes)), "{piece}");
-        }
-    }
 }

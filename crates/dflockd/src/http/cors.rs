@@ -39,15 +39,24 @@ impl Cors {
         !self.origins.is_empty()
     }
 
+    /// Whether pages of this origin may use the interface.
+    pub(crate) fn admits(&self, origin: &HeaderValue) -> bool {
+        let text = origin.to_str().unwrap_or_default();
+        self.all || self.origins.iter().any(|known| known.eq_ignore_ascii_case(text))
+    }
+
+    /// Whether all pages may.
+    pub(crate) fn admits_all(&self) -> bool {
+        self.all
+    }
+
     /// What is answered to a request with these headers; nothing unless a page asks that may.
     pub(crate) fn allowed(&self, headers: &HeaderMap) -> Option<Allowed> {
         let origin = headers.get(ORIGIN)?;
         let origin = if self.all {
             HeaderValue::from_static("*")
         } else {
-            let text = origin.to_str().ok()?;
-            let known = self.origins.iter().any(|known| known.eq_ignore_ascii_case(text));
-            known.then(|| origin.clone())?
+            self.admits(origin).then(|| origin.clone())?
         };
         // Browsers ask for what goes beyond the usual, and are told only then.
         let put = headers.get(ACCESS_CONTROL_REQUEST_METHOD).is_some_and(|m| m == "PUT");

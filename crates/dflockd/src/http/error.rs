@@ -105,6 +105,25 @@ impl ApiError {
         Self::new(StatusCode::GONE, "session_gone")
     }
 
+    /// The request is for a host that this server is not known as.
+    pub(crate) fn host_not_allowed() -> Self {
+        Self::new(StatusCode::MISDIRECTED_REQUEST, "host_not_allowed").because(
+            "without a token the Host must be a loopback address or one of --http-allowed-hosts",
+        )
+    }
+
+    /// The page of another origin asks.
+    pub(crate) fn origin_not_allowed() -> Self {
+        Self::new(StatusCode::FORBIDDEN, "origin_not_allowed")
+            .because("without a token pages of other origins need --http-cors-allowed-origins")
+    }
+
+    /// The body says to be something else than JSON.
+    pub(crate) fn unsupported_media_type() -> Self {
+        Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type")
+            .because("without a token the Content-Type of a body must be application/json")
+    }
+
     pub(crate) fn rate_limited() -> Self {
         Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limited")
     }

@@ -1,5 +1,5 @@
-//! What every request passes, in this order: CORS, metrics, rate limit, authentication, the state of the server; then
-//! its route.
+//! What every request passes, in this order: CORS, metrics, rate limit, where it comes from, authentication, the state
+//! of the server; then its route.
 //!
 //! One service instead of one per concern: each would cost every request a box and a clone. axum calls it after the
 //! route was found, so that it knows the template, which is what metrics are kept by.
@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::header::{WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::header::{CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
 use axum::http::{HeaderValue, Method, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
@@ -21,7 +21,7 @@ use tower::{Layer, Service};
 
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
-use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE};
+use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
 use crate::telemetry::RequestTrace;
@@ -47,6 +47,8 @@ enum Kind {
     Probe,
     /// Says how the server is, also while it goes down.
     Service,
+    /// Totals for Prometheus, also while the server goes down.
+    Metrics,
     /// The document, for everybody.
     Document,
     /// Files of the web page, for everybody.
@@ -62,7 +64,8 @@ impl Kind {
         match template {
             None => Self::Unmatched,
             Some("/health" | "/ready") => Self::Probe,
-            Some("/metrics" | "/v1/stats") => Self::Service,
+            Some("/metrics") => Self::Metrics,
+            Some("/v1/stats") => Self::Service,
             Some("/v1/openapi.json") => Self::Document,
             Some(page) if page == "/" || page == "/ui" || page.starts_with("/ui/") => Self::Page,
             Some(_) => Self::Api,
@@ -94,7 +97,11 @@ impl Service<Request> for Gated {
         let (method, headers) = (request.method().clone(), request.headers());
         let kind = Kind::of(template.as_ref().map(MatchedPath::as_str));
         let traced = app.service.telemetry.as_ref().filter(|_| kind != Kind::Probe);
-        let trace = traced.map(|telemetry| Box::new(telemetry.request(&method, headers)));
+        // A stranger's trace must not decide what is sampled here.
+        let trace = traced.map(|telemetry| {
+            let parent = Some(headers).filter(|headers| app.service.auth.knows(headers));
+            Box::new(telemetry.request(&method, parent))
+        });
         let allowed = if app.cors.is_active() { app.cors.allowed(headers) } else { None };
         let mut pass = Pass::OPEN;
         let step = if app.cors.is_preflight(&method, headers) {
@@ -126,6 +133,7 @@ enum Refused {
 impl App {
     /// Whether a request may go on to its route, and who makes it.
     fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<Peer, Refused> {
+        origin::check_single_host(request.headers()).map_err(Refused::Now)?;
         let origin = request.extensions().get::<Origin>();
         let origin = origin.ok_or_else(|| Refused::Now(ApiError::internal()))?;
         let mut peer = Peer(origin.address, Pass::OPEN);
@@ -139,6 +147,10 @@ impl App {
         }
         if kind == Kind::Document || kind == Kind::Page {
             return Ok(peer);
+        }
+        // Scrapers come by any name, and totals tell nobody a key.
+        if kind != Kind::Metrics && !self.service.auth.is_required() {
+            origin::check(request, &self.hosts, &self.cors).map_err(Refused::Now)?;
         }
         let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
@@ -252,6 +264,9 @@ impl Future for Passing {
         };
         let nosniff = HeaderValue::from_static("nosniff");
         response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        // Answers hold tokens and values; what may be kept says so itself.
+        let no_store = HeaderValue::from_static("no-store");
+        response.headers_mut().entry(CACHE_CONTROL).or_insert(no_store);
         if let Some(allowed) = this.allowed.take() {
             allowed.tell(&mut response);
         }
@@ -275,6 +290,7 @@ mod tests {
             (None, Kind::Unmatched),
             (Some("/health"), Kind::Probe),
             (Some("/v1/stats"), Kind::Service),
+            (Some("/metrics"), Kind::Metrics),
             (Some("/"), Kind::Page),
             (Some("/ui/{file}"), Kind::Page),
             (Some("/uid"), Kind::Api),

@@ -24,6 +24,7 @@ use tokio::sync::{Notify, watch};
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
+use super::origin::Arrived;
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Shared, router};
@@ -53,6 +54,8 @@ pub(crate) struct Listener {
     app: Shared,
     router: Router,
     protocol: auto::Builder<TokioExecutor>,
+    /// For connections that may not speak HTTP/2.
+    http1: auto::Builder<TokioExecutor>,
     /// Swapped when the certificate is loaded again.
     tls: ArcSwapOption<ServerConfig>,
     connections: Arc<Connections>,
@@ -90,6 +93,7 @@ impl Listener {
             router: router(Arc::clone(&app)),
             app,
             protocol: protocol(),
+            http1: protocol().http1_only(),
             tls: ArcSwapOption::new(tls.map(|tls| with_http(tls))),
             connections,
             per_address_max,
@@ -175,13 +179,20 @@ impl Listener {
             return;
         }
         let tls = self.tls.load_full();
+        let arrived = if self.app.is_everywhere { stream.local_addr().ok() } else { None };
+        let arrived = arrived.map(|address| Arrived(address.ip()));
+        let listener = Arc::clone(self);
         tokio::spawn(async move {
             match tls {
-                None => seat.serve(stream).await,
+                None => {
+                    let h2c = listener.app.h2c;
+                    let protocol = if h2c { &listener.protocol } else { &listener.http1 };
+                    seat.serve(stream, protocol, arrived).await;
+                }
                 Some(tls) => {
                     let handshake = TlsAcceptor::from(tls).accept(stream);
                     match tokio::time::timeout(HANDSHAKE, handshake).await {
-                        Ok(Ok(stream)) => seat.serve(stream).await,
+                        Ok(Ok(stream)) => seat.serve(stream, &listener.protocol, arrived).await,
                         Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
                         Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
                     }
@@ -216,19 +227,25 @@ struct Seat {
 
 impl Seat {
     /// Serves a connection until it ends, takes too long for something or is told to stop.
-    async fn serve(self, stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static) {
+    async fn serve(
+        self,
+        stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static,
+        protocol: &auto::Builder<TokioExecutor>,
+        arrived: Option<Arrived>,
+    ) {
         let Self { ref listener, address } = self;
         let pace = Arc::new(Pace::new(PACE));
         let cut = Cut::default();
         let entry = Entry {
             router: listener.router.clone(),
             origin: Origin::new(address),
+            arrived,
             pace: Arc::clone(&pace),
             cut: cut.clone(),
         };
-        let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace)));
+        let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace), address));
         let mut phase = listener.phase.subscribe();
-        let connection = listener.protocol.serve_connection(io, entry);
+        let connection = protocol.serve_connection(io, entry);
         let mut connection = pin!(connection);
         let told = phase.wait_for(|phase| *phase != Phase::Serving);
         let until_told = async {
@@ -276,6 +293,7 @@ impl Drop for Seat {
 struct Entry {
     router: Router,
     origin: Origin,
+    arrived: Option<Arrived>,
     pace: Arc<Pace>,
     cut: Cut,
 }
@@ -290,6 +308,9 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
         let extensions = request.extensions_mut();
         extensions.insert(self.origin.clone());
         extensions.insert(self.cut.clone());
+        if let Some(arrived) = self.arrived {
+            extensions.insert(arrived);
+        }
         Answering::new(self.router.clone().call(request), in_flight)
     }
 }

@@ -1,8 +1,8 @@
 //! The HTTP interface: JSON over the same engine as the line protocol, one queue per key over both.
 //!
-//! `listen` has the sockets, `pace` their time limits, `layers` what every request passes (`cors`, `rate`), `sessions`
-//! who asks, `body` what comes in and goes out, `error` the refusals, `openapi` the description of it all. The routes
-//! are in the other files.
+//! `listen` has the sockets, `pace` their time limits, `layers` what every request passes (`cors`, `origin`, `rate`),
+//! `sessions` who asks, `body` what comes in and goes out, `error` the refusals, `openapi` the description of it all.
+//! The routes are in the other files.
 
 mod admin;
 mod answer;
@@ -16,6 +16,7 @@ mod listen;
 mod locks;
 mod look;
 mod openapi;
+mod origin;
 mod pace;
 mod service_routes;
 mod session_routes;
@@ -40,6 +41,7 @@ use self::cors::Cors;
 use self::error::ApiError;
 use self::layers::Gate;
 pub(crate) use self::listen::Listener;
+use self::origin::Hosts;
 use self::sessions::Sessions;
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::caller::{Caller, Common};
@@ -60,6 +62,11 @@ pub(crate) struct App {
     pub(crate) read_timeout: Duration,
     /// How often a comment is written to event streams; zero is never.
     pub(crate) sse_ping: Duration,
+    /// Whether HTTP/2 is spoken without TLS.
+    pub(crate) h2c: bool,
+    /// Whether the server listens on all addresses of the machine.
+    pub(crate) is_everywhere: bool,
+    hosts: Hosts,
     cors: Cors,
     rate_limit: Option<RateLimit>,
     /// For requests that need no session.
@@ -93,6 +100,9 @@ impl App {
             }),
             read_timeout: config.read_timeout,
             sse_ping: config.sse_ping(),
+            h2c: config.http_h2c,
+            is_everywhere: config.http_listens_everywhere(),
+            hosts: Hosts::new(config),
             cors: Cors::new(&config.http_cors_allowed_origins),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
             common: Common::new(service, Door::Http, "http"),

@@ -11,6 +11,13 @@ use super::body;
 /// Refusals that every route can give because of what stands before it, with their codes.
 const EVERYWHERE: [(&str, &str); 3] =
     [("401", "`unauthorized`"), ("429", "`rate_limited`"), ("503", "`draining`, `not_leader`")];
+/// Refusals of servers without a token: of requests that the page of somebody else may have made.
+const WITHOUT_A_TOKEN: [(&str, &str); 2] =
+    [("403", "`origin_not_allowed`"), ("421", "`host_not_allowed`")];
+/// Of those that may have a body.
+const OF_BODIES: (&str, &str) = ("415", "`unsupported_media_type`");
+/// What is told whoever asks, by whatever name.
+const PUBLIC: [&str; 2] = ["/metrics", "/v1/openapi.json"];
 /// Routes that are answered whatever happens.
 const PROBES: [&str; 2] = ["/health", "/ready"];
 
@@ -35,15 +42,18 @@ pub(crate) fn text(mut document: OpenApi) -> Bytes {
             continue;
         }
         let operations = [
-            &mut item.get,
-            &mut item.put,
-            &mut item.post,
-            &mut item.delete,
-            &mut item.head,
-            &mut item.patch,
+            (false, &mut item.get),
+            (false, &mut item.head),
+            (true, &mut item.put),
+            (true, &mut item.post),
+            (true, &mut item.delete),
+            (true, &mut item.patch),
         ];
-        for operation in operations.into_iter().flatten() {
-            for (status, codes) in EVERYWHERE {
+        for (may_have_body, operation) in operations {
+            let Some(operation) = operation else { continue };
+            let own = if PUBLIC.contains(&path.as_str()) { &[][..] } else { &WITHOUT_A_TOKEN };
+            let body = Some(&OF_BODIES).filter(|_| may_have_body);
+            for &(status, codes) in EVERYWHERE.iter().chain(own).chain(body) {
                 let responses = &mut operation.responses.responses;
                 responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(refusal(codes)));
             }

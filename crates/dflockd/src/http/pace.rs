@@ -6,6 +6,7 @@
 use std::convert::Infallible;
 use std::future::poll_fn;
 use std::io;
+use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -21,6 +22,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
 use tokio_rustls::server::TlsStream;
+
+use crate::frames::Frames;
 
 /// How long a connection may take.
 #[derive(Clone, Copy)]
@@ -203,15 +206,17 @@ impl<S: HangUp> HangUp for TlsStream<S> {
     }
 }
 
-/// A stream whose traffic is noted.
+/// A stream whose traffic is noted, and which ends when its client floods it with frames.
 pub(crate) struct Paced<S> {
     stream: S,
     pace: Arc<Pace>,
+    frames: Frames,
+    peer: IpAddr,
 }
 
 impl<S> Paced<S> {
-    pub(crate) fn new(stream: S, pace: Arc<Pace>) -> Self {
-        Self { stream, pace }
+    pub(crate) fn new(stream: S, pace: Arc<Pace>, peer: IpAddr) -> Self {
+        Self { stream, pace, frames: Frames::from_the_start(), peer }
     }
 
     fn note<T>(&self, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
@@ -230,6 +235,10 @@ impl<S: AsyncRead + Unpin> AsyncRead for Paced<S> {
         let read = Pin::new(&mut self.stream).poll_read(cx, buf);
         if buf.filled().len() > before {
             self.pace.handle_read(&buf.filled()[before..]);
+            if self.frames.is_flood(&buf.filled()[before..]) {
+                tracing::warn!(peer = %self.peer, "closed: a flood of HTTP/2 frames");
+                return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+            }
         }
         read
     }
@@ -402,7 +411,7 @@ mod tests {
     async fn a_head_that_comes_in_drops() {
         let pace = pace(SHORT, NEVER, NEVER);
         let (mut client, server) = duplex(64);
-        let mut server = Paced::new(server, Arc::clone(&pace));
+        let mut server = Paced::new(server, Arc::clone(&pace), IpAddr::from([127, 0, 0, 1]));
         let lived = life(&pace, async {
             drop(pace.request());
             let mut byte = [0];
@@ -426,7 +435,7 @@ mod tests {
     async fn frames_of_http_2_are_no_head() {
         let pace = pace(SHORT, SHORT * 5, NEVER);
         let (mut client, server) = duplex(64);
-        let mut server = Paced::new(server, Arc::clone(&pace));
+        let mut server = Paced::new(server, Arc::clone(&pace), IpAddr::from([127, 0, 0, 1]));
         client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
         let (closed, lived) = life(&pace, async {
             let mut bytes = [0; 64];
@@ -440,7 +449,7 @@ mod tests {
     async fn a_peer_that_takes_nothing_in() {
         let pace = pace(NEVER, NEVER, SHORT * 4);
         let (mut client, server) = duplex(64);
-        let mut server = Paced::new(server, Arc::clone(&pace));
+        let mut server = Paced::new(server, Arc::clone(&pace), IpAddr::from([127, 0, 0, 1]));
         let lived = life(&pace, async {
             let _in_flight = pace.request();
             let _ = server.write_all(&[b'x'; 129]).await;

@@ -1,6 +1,7 @@
 //! The routes of sessions themselves.
 
 use axum::extract::{FromRequestParts, State};
+use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
@@ -9,7 +10,9 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::body::{Json, no_content, reply, segment};
+use super::contract::NeedsSession;
 use super::error::{ApiError, ErrorBody};
+use super::sessions::{InSession, session_id};
 use super::{Peer, Shared};
 
 /// The longest name of a client or stable reference.
@@ -18,6 +21,8 @@ const NAME_BYTES_MAX: usize = 64;
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::default()
         .routes(routes!(create_session))
+        .routes(routes!(ping_own_session))
+        .routes(routes!(delete_own_session))
         .routes(routes!(ping_session))
         .routes(routes!(delete_session))
 }
@@ -106,6 +111,49 @@ async fn create_session(
 /// Keep a session alive
 #[utoipa::path(
     post,
+    path = "/v1/sessions/self/ping",
+    tag = "sessions",
+    params(NeedsSession),
+    responses(
+        (status = 204, description = "It is alive"),
+        (status = 400, description = "`bad_request`", body = ErrorBody),
+        (status = 410, description = "`session_gone`", body = ErrorBody),
+    ),
+)]
+async fn ping_own_session(_: InSession) -> Response {
+    // To be looked up is to be used.
+    no_content()
+}
+
+/// End a session
+///
+/// Its long poll answers 410, its queue places go, and what it holds is released (unless the server is told to leave
+/// holds to their leases) before this is answered.
+#[utoipa::path(
+    delete,
+    path = "/v1/sessions/self",
+    tag = "sessions",
+    params(NeedsSession),
+    responses(
+        (status = 204, description = "It has ended"),
+        (status = 400, description = "`bad_request`", body = ErrorBody),
+        (status = 410, description = "`session_gone`", body = ErrorBody),
+    ),
+)]
+async fn delete_own_session(
+    State(app): State<Shared>,
+    peer: Peer,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
+    app.close_session(session_id(&headers)?, peer).await?;
+    Ok(no_content())
+}
+
+/// Keep a session alive, by a path that shows its secret
+///
+/// Paths are written to the logs of proxies: prefer `/v1/sessions/self/ping`.
+#[utoipa::path(
+    post,
     path = "/v1/sessions/{id}/ping",
     tag = "sessions",
     params(("id" = String, Path, pattern = "^[0-9a-f]{32}$")),
@@ -120,10 +168,9 @@ async fn ping_session(State(app): State<Shared>, peer: Peer, id: Id) -> Result<R
     Ok(no_content())
 }
 
-/// End a session
+/// End a session, by a path that shows its secret
 ///
-/// Its long poll answers 410, its queue places go, and what it holds is released (unless the server is told to leave
-/// holds to their leases) before this is answered.
+/// Paths are written to the logs of proxies: prefer `/v1/sessions/self`.
 #[utoipa::path(
     delete,
     path = "/v1/sessions/{id}",

@@ -232,10 +232,8 @@ impl App {
         headers: &HeaderMap,
         peer: Peer,
     ) -> Result<Arc<Session>, ApiError> {
-        let header = headers.get(HEADER);
-        let text =
-            header.ok_or_else(|| ApiError::bad_request("X-Dflockd-Session header required"))?;
-        self.session_by_id(text.as_bytes(), peer).await.map(|(_, session)| session)
+        let id = session_id(headers)?;
+        self.session_by_id(id, peer).await.map(|(_, session)| session)
     }
 
     /// The session with this id; one that comes from another member counts for `peer`.
@@ -336,6 +334,13 @@ impl App {
         let seat = self.sessions.seat(peer.0)?;
         Ok(Hidden { caller: Caller::open(&self.service, label.into()), _seat: seat })
     }
+}
+
+/// The id that a request names in its header.
+pub(crate) fn session_id(headers: &HeaderMap) -> Result<&[u8], ApiError> {
+    let header = headers.get(HEADER);
+    let id = header.ok_or_else(|| ApiError::bad_request("X-Dflockd-Session header required"))?;
+    Ok(id.as_bytes())
 }
 
 impl SessionKey {

@@ -89,6 +89,8 @@ metrics! {
         "Those of them whose token was not looked at, because too many were wrong before"
     REVOKED Counter Always "dflockd_revoked_total" ["door"]
         "Connections, sessions, streams and waiting requests that ended because their token was dropped"
+    FOREIGN_PROTOCOLS Counter Always "dflockd_foreign_protocol_total" ["protocol"]
+        "Connections that spoke HTTP or TLS to the port of the line protocol and were closed"
     OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []

@@ -60,6 +60,15 @@ pub(super) struct Browser {
 impl Browser {
     /// A tab of 1280 by 860 points and light colours; None if there is no browser.
     pub(super) fn start() -> Option<Self> {
+        Self::start_with("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+    }
+
+    /// The same, where a name resolves to the loopback address.
+    pub(super) fn start_knowing(name: &str) -> Option<Self> {
+        Self::start_with(&format!("--host-resolver-rules=MAP {name} 127.0.0.1"))
+    }
+
+    fn start_with(resolver: &str) -> Option<Self> {
         let program = find()?;
         let profile = Dir::new();
         // The shell puts the pipes where Chromium looks for them.
@@ -80,7 +89,7 @@ impl Browser {
                 "--hide-scrollbars",
                 "--no-first-run",
                 "--force-prefers-no-reduced-motion",
-                "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+                resolver,
             ])
             .arg(format!("--user-data-dir={}", profile.name("profile")))
             .env("HOME", profile.path("."))

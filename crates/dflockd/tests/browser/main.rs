@@ -10,6 +10,8 @@ mod access;
 #[cfg(test)]
 mod chromium;
 #[cfg(test)]
+mod foreign;
+#[cfg(test)]
 #[path = "../cluster/harness.rs"]
 #[expect(dead_code, reason = "shared with the tests of the cluster, which need more of it")]
 mod harness;

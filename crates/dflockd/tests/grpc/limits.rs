@@ -5,8 +5,10 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use dflockd_wire::grpc::{
-    GetRequest, OpenRequest, Reason, SetRequest, SubscribeRequest, Subscription,
+    AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, Reason, SetRequest,
+    SubscribeRequest, Subscription,
 };
+use prost::Message;
 use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
@@ -130,7 +132,7 @@ async fn a_flood_of_pings_is_cut_off() {
         tokio::time::sleep(millis(20)).await;
     }
     flood.await.unwrap();
-    site.server.wait_for_output("a flood of pings");
+    site.server.wait_for_output("a flood of HTTP/2 frames");
     link.open(0).await;
 }
 
@@ -225,4 +227,64 @@ async fn strangers_do_not_stay() {
     let kinds = kinds.await.unwrap();
     assert!(kinds.contains(&GOAWAY), "{kinds:?}");
     assert!(begun.elapsed() >= millis(1000) && begun.elapsed() < Duration::from_secs(20));
+}
+/// A call as a page can make a browser send it over TLS: a body that the page chooses, as text.
+///
+/// GUARANTEES 48: a web page is no client of a server without a token.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_says_that_it_is_one() {
+    let site = Site::start(&[]);
+    let link = site.link().await;
+    let add = AddCounterRequest { key: "c".into(), delta: 1, ..AddCounterRequest::default() };
+    let message = add.encode_to_vec();
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    let body = [&[0][..], &length, &message].concat();
+    let mut sum = 0;
+    for (kind, is_call) in [
+        ("text/plain", false),
+        ("", false),
+        ("application/json", false),
+        ("application/grpc", true),
+    ] {
+        // `POST` and `http` from the static table, then literals: path, authority, content type.
+        let mut head = vec![0x83, 0x86];
+        let names: [&[u8]; 3] = [&[4], &[1], &[0x0f, 0x10]];
+        for (name, value) in names.iter().zip(["/dflockd.v1.Counters/Add", "localhost", kind]) {
+            head.extend(*name);
+            head.push(u8::try_from(value.len()).unwrap());
+            head.extend(value.as_bytes());
+        }
+        let frame = |kind: u8, flags: u8, payload: &[u8]| {
+            let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+            [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
+        };
+        let (headers, data) = (frame(1, 4, &head), frame(0, 1, &body));
+        let bytes = [PREFACE, &SETTINGS, &headers, &data].concat();
+        let address = site.grpc;
+        let answered = tokio::task::spawn_blocking(move || {
+            let mut socket = TcpStream::connect(address).unwrap();
+            socket.set_read_timeout(Some(LIMIT)).unwrap();
+            socket.write_all(&bytes).unwrap();
+            // The answer is there when its stream has ended.
+            let (mut answer, mut piece) = (Vec::<u8>::new(), [0; 4096]);
+            loop {
+                let mut rest = &answer[..];
+                while let [a, b, c, kind, flags, _, _, _, stream, payload @ ..] = rest {
+                    let length = usize::from(*a) << 16 | usize::from(*b) << 8 | usize::from(*c);
+                    if *kind == 1 && *stream == 1 && flags & 1 == 1 {
+                        return;
+                    }
+                    rest = payload.get(length..).unwrap_or_default();
+                }
+                let count = socket.read(&mut piece).unwrap();
+                assert!(count > 0, "no answer");
+                answer.extend(&piece[..count]);
+            }
+        });
+        answered.await.unwrap();
+        sum += i64::from(is_call);
+        let get = GetCounterRequest { key: "c".into() };
+        let value = link.counters().get(get).await.unwrap().into_inner().value;
+        assert_eq!(value, sum, "{kind}");
+    }
 }

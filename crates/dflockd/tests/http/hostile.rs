@@ -119,11 +119,11 @@ fn header_floods() {
     let long = format!("X-Long: {}\r\n", "y".repeat(4 << 20));
     let url = "x".repeat(4 << 20);
     for request in [
-        format!("GET /health HTTP/1.1\r\nHost: x\r\n{many}\r\n"),
-        format!("GET /health HTTP/1.1\r\nHost: x\r\n{long}\r\n"),
-        format!("GET /{url} HTTP/1.1\r\nHost: x\r\n\r\n"),
-        format!("GET /health?{url} HTTP/1.1\r\nHost: x\r\n\r\n"),
-        format!("{url} /health HTTP/1.1\r\nHost: x\r\n\r\n"),
+        format!("GET /health HTTP/1.1\r\nHost: localhost\r\n{many}\r\n"),
+        format!("GET /health HTTP/1.1\r\nHost: localhost\r\n{long}\r\n"),
+        format!("GET /{url} HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        format!("GET /health?{url} HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        format!("{url} /health HTTP/1.1\r\nHost: localhost\r\n\r\n"),
         "\r\n".repeat(1 << 20),
     ] {
         let mut wire = site.wire();
@@ -140,7 +140,7 @@ fn header_floods() {
 fn requests_that_can_be_read_in_two_ways() {
     let site = Site::start(&[]);
     let mut witness = Witness::new(&site);
-    let inner = "GET /v1/locks HTTP/1.1\r\nHost: x\r\n\r\n";
+    let inner = "GET /v1/locks HTTP/1.1\r\nHost: localhost\r\n\r\n";
     for headers in [
         "Content-Length: 5\r\nContent-Length: 6".to_owned(),
         "Content-Length: -1".to_owned(),
@@ -154,14 +154,16 @@ fn requests_that_can_be_read_in_two_ways() {
         "X: a\0b".to_owned(),
     ] {
         let mut wire = site.wire();
-        wire.send(format!("POST /v1/sessions HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n{inner}"));
+        wire.send(format!(
+            "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n\r\n{inner}"
+        ));
         refused(&mut wire);
     }
     // Both lengths: the one who answers must not answer what is inside the body.
     let mut wire = site.wire();
     let length = inner.len() + 5;
     wire.send(format!(
-        "POST /v1/sessions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\
+        "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\
          Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n{inner}"
     ));
     let _ = wire.try_reply(LIMIT);
@@ -171,7 +173,9 @@ fn requests_that_can_be_read_in_two_ways() {
     }
     for chunk in ["x\r\n", "-1\r\n", "10000000000000000\r\n", "5;x\r\nhello", "1\nx"] {
         let mut wire = site.wire();
-        wire.send("POST /v1/sessions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n");
+        wire.send(
+            "POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
+        );
         wire.send(chunk);
         wire.half_close();
         refused(&mut wire);
@@ -235,7 +239,7 @@ enum Slow {
 
 /// Opens `count` connections that get stuck somewhere.
 fn crowd(site: &Place, count: usize, id: &str) -> Vec<(Slow, TcpStream)> {
-    let head = b"POST /v1/locks/slow HTTP/1.1\r\nHost: x\r\nX-Slow: ".to_vec();
+    let head = b"POST /v1/locks/slow HTTP/1.1\r\nHost: localhost\r\nX-Slow: ".to_vec();
     let body = [&Ask::new("POST", "/v1/locks/slow").session(id).head(Some(100))[..], b"{"].concat();
     let stream = Ask::get("/v1/signals?pattern=crowd").bytes();
     let kinds = [Slow::Silent, Slow::Head, Slow::Body, Slow::Stream];
@@ -404,7 +408,7 @@ fn a_storm_of_connections() {
             .map(|number| {
                 let mut socket = TcpStream::connect(site.http).unwrap();
                 if number % 2 == 0 {
-                    let _ = socket.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n");
+                    let _ = socket.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n");
                 }
                 socket
             })

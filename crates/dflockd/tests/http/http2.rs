@@ -1,4 +1,4 @@
-//! HTTP/2 over TLS, spoken with a few frames by hand.
+//! HTTP/2, spoken with a few frames by hand: over TLS, and without it where that is wanted.
 
 use std::sync::Arc;
 
@@ -6,14 +6,19 @@ use rustls::ClientConfig;
 use serde_json::{Value, json};
 
 use super::site::{Site, is_id};
+use super::support::millis;
 use super::wire::{Ask, Got, Wire};
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
+const PRIORITY: u8 = 2;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const PING: u8 = 6;
 const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
 
 const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
@@ -46,9 +51,9 @@ struct Second {
 
 impl Second {
     fn connect(site: &Site, alpn: &[&[u8]]) -> std::io::Result<Self> {
-        let config = offering(site.tls.as_ref().unwrap(), alpn);
-        let mut wire = Wire::connect(site.http, Some(&config))?;
-        wire.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        let config = site.tls.as_ref().map(|config| offering(config, alpn));
+        let mut wire = Wire::connect(site.http, config.as_ref())?;
+        wire.send(PREFACE);
         let mut client = Self { wire, streams: 0 };
         client.send(SETTINGS, 0, 0, Vec::new()).expect("the server listens");
         Ok(client)
@@ -191,30 +196,92 @@ fn the_older_version_for_those_who_want_it() {
     }
 }
 
+/// Sends until the server closes, which it must do long before all is sent. What it answers is read and dropped: a
+/// client that does not read slows itself down.
+#[track_caller]
+fn flood(client: &mut Second, mut next: impl FnMut(&mut Second) -> Vec<u8>) {
+    for _ in 0..400 {
+        let frames = next(client);
+        if client.wire.try_send(frames).is_err() || client.wire.hear(millis(1)) == Got::End {
+            return;
+        }
+        client.wire.taken();
+    }
+    panic!("nobody stops it");
+}
+
 /// Requests that are taken back as soon as they are made, by the thousand.
+///
+/// GUARANTEES 48: what a stranger makes the server do for nothing has a bound.
 #[test]
 fn a_flood_of_resets() {
     let site = Site::with_tls(&[]);
     let mut client = Second::connect(&site, &[b"h2"]).unwrap();
     let session = site.session();
-    for _ in 0..20_000 {
-        let stream = 2 * client.streams + 1;
-        client.streams += 1;
-        // `GET / https`, from the static table.
-        let head = vec![0x82, 0x84, 0x87];
-        let sent = client
-            .send(HEADERS, END_HEADERS | END_STREAM, stream, head)
-            .and_then(|()| client.send(RST_STREAM, 0, stream, 8_u32.to_be_bytes().to_vec()));
-        if sent.is_err() {
-            // Cut off, as it should be.
-            break;
+    flood(&mut client, |client| {
+        let mut frames = Vec::new();
+        for _ in 0..500 {
+            let stream = 2 * client.streams + 1;
+            client.streams += 1;
+            // `GET / https`, from the static table.
+            let payload = vec![0x82, 0x84, 0x87];
+            let flags = END_HEADERS | END_STREAM;
+            frames.extend(Frame { kind: HEADERS, flags, stream, payload }.bytes());
+            let payload = 8_u32.to_be_bytes().to_vec();
+            frames.extend(Frame { kind: RST_STREAM, flags: 0, stream, payload }.bytes());
         }
-    }
+        frames
+    });
     let held = session.lock("k");
     session.unlock("k", &held);
     drop(client);
     // The line protocol of a TLS server is TLS, too.
     assert_eq!(site.line().ask("ping", "_", ""), "ok");
+}
+
+/// Frames that belong to no request, and never end.
+///
+/// GUARANTEES 48: what a stranger makes the server do for nothing has a bound.
+#[test]
+fn floods_of_frames_are_cut_off() {
+    let site = Site::with_tls(&[]);
+    let session = site.session();
+    for (kind, payload) in [
+        (PING, vec![1; 8]),
+        (SETTINGS, Vec::new()),
+        (PRIORITY, vec![0, 0, 0, 0, 16]),
+        (WINDOW_UPDATE, vec![0, 0, 0, 1]),
+        (99, Vec::new()),
+    ] {
+        let mut client = Second::connect(&site, &[b"h2"]).unwrap();
+        let stream = if kind == PRIORITY { 1 } else { 0 };
+        let frames = Frame { kind, flags: 0, stream, payload }.bytes().repeat(1000);
+        flood(&mut client, |_| frames.clone());
+        let held = session.lock("k");
+        session.unlock("k", &held);
+    }
+    site.server.wait_for_output("a flood of HTTP/2 frames");
+}
+
+/// HTTP/2 without TLS is spoken only where that is asked for.
+#[test]
+fn plain_text_has_to_be_asked_for() {
+    let site = Site::start(&[]);
+    let mut client = Second::connect(&site, &[]).unwrap();
+    assert!(matches!(client.read(), Err(Got::End)), "HTTP/2 was spoken");
+    let upgrade = Ask::get("/health").header("Connection", "Upgrade, HTTP2-Settings");
+    let upgrade = upgrade.header("Upgrade", "h2c").header("HTTP2-Settings", "AAMAAABk");
+    assert_eq!(site.ask(upgrade.clone()).status, 200, "no 101");
+
+    let site = Site::start(&["--http-h2c"]);
+    let mut client = Second::connect(&site, &[]).unwrap();
+    let (status, body) = client.ask("GET", "/health", None, "");
+    assert_eq!((status, body.as_str()), (OK, "{\"status\":\"ok\"}\n"));
+    assert_eq!(client.ask("POST", "/v1/sessions", None, "{}").0, OK);
+    assert_eq!(site.ask(upgrade).status, 200);
+    let pings = Frame { kind: PING, flags: 0, stream: 0, payload: vec![1; 8] }.bytes().repeat(1000);
+    flood(&mut client, |_| pings.clone());
+    site.server.wait_for_output("a flood of HTTP/2 frames");
 }
 
 #[test]

@@ -34,6 +34,8 @@ mod modes;
 #[cfg(test)]
 mod openapi;
 #[cfg(test)]
+mod origin;
+#[cfg(test)]
 mod play;
 #[cfg(test)]
 mod requests;

@@ -63,6 +63,8 @@ const ROUTES: &[&str] = &[
     "POST /v1/semaphores/{key}/renew",
     "POST /v1/semaphores/{key}/wait",
     "POST /v1/sessions",
+    "POST /v1/sessions/self/ping",
+    "DELETE /v1/sessions/self",
     "POST /v1/sessions/{id}/ping",
     "POST /v1/signals/{channel}",
     "PUT /v1/counters/{key}",

@@ -270,3 +270,25 @@ fn names_of_sessions_are_shown() {
     assert!(!list.to_string().contains(&a.id), "{list}");
     assert!(!site.server.output().contains(&a.id), "a session id in the log");
 }
+
+/// The secret of a session need not be in a path, which proxies write to their logs.
+#[test]
+fn a_session_by_its_header() {
+    let site = Site::start(&["--http-session-idle-timeout", "600"]);
+    let a = site.session();
+    let held = a.lock("k");
+    a.post("/v1/sessions/self/ping", &json!({})).empty();
+    site.ask(Ask::new("POST", "/v1/sessions/self/ping")).bad();
+    site.ask(Ask::new("DELETE", "/v1/sessions/self")).bad();
+    site.ask(Ask::new("DELETE", "/v1/sessions/self").session("nonsense")).bad();
+    assert_eq!(site.crowd("k"), (1, 0), "{held:?}");
+    site.ask(Ask::new("DELETE", "/v1/sessions/self").session(&a.id)).empty();
+    assert_eq!(site.crowd("k"), (0, 0));
+    let gone = Ask::new("POST", "/v1/sessions/self/ping").session(&a.id);
+    site.ask(gone).refused(410, "session_gone");
+    site.ask(Ask::new("DELETE", "/v1/sessions/self").session(&a.id)).refused(410, "session_gone");
+    // The old paths go on working.
+    let b = site.session();
+    b.ping().empty();
+    b.end().empty();
+}

@@ -66,7 +66,10 @@ impl Ask {
 
     /// Everything before the body, which is announced with this length.
     pub(super) fn head(&self, length: Option<usize>) -> Vec<u8> {
-        let mut text = format!("{} {} HTTP/1.1\r\nHost: localhost\r\n", self.method, self.path);
+        let mut text = format!("{} {} HTTP/1.1\r\n", self.method, self.path);
+        if !self.headers.iter().any(|(name, _)| name == "Host") {
+            text += "Host: localhost\r\n";
+        }
         for (name, value) in &self.headers {
             text += &format!("{name}: {value}\r\n");
         }

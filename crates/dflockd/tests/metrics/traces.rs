@@ -51,6 +51,28 @@ fn a_request_becomes_a_span_of_the_callers_trace() {
     assert!(!rest.contains("/v1/overview"), "{rest}");
 }
 
+/// GUARANTEES 48: who has no token has no say in what is sent to the collector.
+#[test]
+fn the_trace_of_a_stranger_is_not_followed() {
+    let collector = Collector::start();
+    let endpoint = collector.endpoint();
+    let flags = ["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "0"];
+    let site = Site::guarded("t0ken-of-the-tests", &flags);
+    for (path, status) in [("/v1/overview", 401), ("/v1/openapi.json", 200), ("/ui/", 200)] {
+        let stranger = Ask::get(path).header("traceparent", &traceparent(true));
+        assert_eq!(site.wire().ask(&stranger).status, status, "{path}");
+    }
+    site.ask(Ask::get("/v1/contention").header("traceparent", &traceparent(true))).ok();
+    let seen = collector.wait_for(&[&TRACE, b"GET /v1/contention"]);
+    site.server.signal("TERM");
+    let mut server = site.server;
+    assert!(server.wait_for_end().success());
+    let all = [seen, collector.rest()].concat().escape_ascii().to_string();
+    for path in ["/v1/overview", "/v1/openapi.json", "/ui/"] {
+        assert!(!all.contains(path), "{path}: {all}");
+    }
+}
+
 #[test]
 fn a_connection_becomes_a_span_and_the_last_ones_are_sent_at_the_end() {
     let collector = Collector::start();
