@@ -9,6 +9,7 @@ use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
 use dflockd_engine::replica::types::{Doors, Policy};
+use dflockd_engine::replica::version;
 use dflockd_engine::{Clock, Replicated};
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
@@ -70,6 +71,7 @@ pub(crate) async fn start(
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
             credentials: credentials(cluster, [cluster.secret.as_ref(), None])?,
+            version_max: version::peer_protocol(),
             limits: TransportLimits::default(),
         },
         peer_addr: cluster.dial_addr().to_string(),

@@ -152,6 +152,9 @@ pub(crate) async fn start(
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
+    if version::is_used(&recovered.entries, version::SEALED) {
+        transport.seal();
+    }
     let desk = Arc::new(Desk::new(log, disk.clone()));
     front.set_desk(&desk);
     let seats = Seats {
@@ -266,6 +269,12 @@ impl Handler for Gate {
         {
             front.gauges().connected.lock().remove(&peer);
             front.give(Input::Unreachable { peer, refused });
+        }
+    }
+
+    fn bad_frame(&self, _peer: u64, _lane: Lane) {
+        if let Some(front) = self.front.upgrade() {
+            front.gauges().bad_frames.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -612,6 +621,10 @@ impl Seats {
 
     /// Tells the transport whom there is to talk to.
     fn meet(&self, replica: &Replica) {
+        // Before anybody is dialed: who reads this version seals frames, too.
+        if replica.machine().version() >= version::SEALED {
+            self.transport.seal();
+        }
         self.dial(replica.machine().members());
         if let Some(policy) = replica.machine().policy()
             && self.front.view().policy.as_ref() != Some(policy)
