@@ -542,9 +542,13 @@ fn compare_policy(now: Option<&Policy>, from: &Policy, to: &Policy) -> Option<Ad
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use dflockd_core::{Limits, LimitsV2};
+    use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
-    use super::super::types::AutoRelease;
+    use super::super::log::{Recovered, StoredSnapshot};
+    use super::super::types::{AutoRelease, Start};
+    use super::super::{RaftConfig, ReplicaConfig};
     use super::*;
 
     #[test]
@@ -558,6 +562,73 @@ mod tests {
         assert_eq!(compare_policy(Some(&with(2)), &with(1), &with(2)), Some(Ok(())), "once more");
         assert_eq!(compare_policy(Some(&with(3)), &with(1), &with(2)), changed());
         assert_eq!(compare_policy(None, &with(1), &with(2)), changed());
+    }
+
+    /// GUARANTEES 48: who was removed asks for nothing and sends no state any more, although its connection may still
+    /// be up for a moment.
+    #[test]
+    fn who_was_removed_is_not_listened_to() {
+        let member = |node: &str| Member {
+            node: node.into(),
+            peer_addr: format!("{node}:1"),
+            client_addr: format!("{node}:2"),
+            witness: false,
+            disk: None,
+        };
+        let members = BTreeMap::from([(1, member("a")), (3, member("c"))]);
+        let voters = members.keys().copied().collect();
+        let mut metadata = SnapshotMetadata { index: 1, term: 1, ..Default::default() };
+        metadata.set_conf_state(ConfState { voters, ..Default::default() });
+        let data = Machine::new([7; 16], members).snapshot().into();
+        let recovered = Recovered {
+            hard_state: HardState { term: 1, commit: 1, ..Default::default() },
+            notes: BTreeMap::new(),
+            snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
+            entries: Vec::new(),
+            cut: false,
+        };
+        let config = ReplicaConfig {
+            raft: RaftConfig { id: 1, election_ticks: 100, heartbeat_ticks: 10, seed: 1 },
+            witness: false,
+            policy: Policy {
+                limits: Limits::default(),
+                auto_release: AutoRelease::Clean,
+                orphan_ttl: Span::ZERO,
+            },
+            fence: 1,
+            seed: 1,
+            run: Run::new(1, 1),
+            start: Start { disk: 1, client_addr: "a:2".into(), version: 1, witness: false },
+            snapshot_entries: 1000,
+            snapshot_bytes: 1 << 20,
+        };
+        let mut replica = Replica::new(config, recovered, Timestamp(1)).unwrap();
+        let ask = |id| {
+            let request = codec::pack(&AdminRequest::Remove { node: "c".into() }).into();
+            Frame::Admin { id, request }.encode()
+        };
+        let piece = Frame::Chunk {
+            transfer: 1,
+            offset: 0,
+            total: 100,
+            digest: [0; 32],
+            keep_only: false,
+            header: Bytes::new(),
+            data: Bytes::from_static(b"piece"),
+        }
+        .encode();
+        // 2 was a member once, 0 has not said who it is, 9 is nobody yet.
+        for stranger in [2, 0, 9] {
+            replica.handle_frame(stranger, ask(stranger));
+            assert!(replica.admins.to_decide.is_empty(), "{stranger} was listened to");
+        }
+        replica.handle_frame(2, piece.clone());
+        assert!(!replica.transfers.is_coming(2));
+        replica.handle_frame(3, ask(3));
+        assert_eq!(replica.admins.to_decide.len(), 1, "a member may ask");
+        // One that was added by entries that are not here yet may lead by now.
+        replica.handle_frame(9, piece);
+        assert!(replica.transfers.is_coming(9));
     }
 
     /// What members say to each other has numbers, which may not change.

@@ -562,6 +562,11 @@ impl Seats {
     /// The replica, once it is known who this node is.
     fn begin(&self, recovered: Recovered) -> Result<Option<Begun>, String> {
         let mut raft_id = self.gate.who.lock().raft_id;
+        if raft_id > Run::RAFT_ID_MAX {
+            return Err(format!(
+                "the data directory belongs to member {raft_id}, which can not be"
+            ));
+        }
         let mut first = None;
         while raft_id == 0 {
             let Some(inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
@@ -576,6 +581,15 @@ impl Seats {
                     && let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone())
                     && first.is_none()
                 {
+                    if !(1..=Run::RAFT_ID_MAX).contains(&message.to) {
+                        let to = message.to;
+                        tracing::warn!(
+                            from,
+                            to,
+                            "a peer calls this node by a number that no member has"
+                        );
+                        continue;
+                    }
                     raft_id = message.to;
                     first = Some((from, bytes));
                 }

@@ -589,6 +589,12 @@ impl Replica {
                 return;
             }
         };
+        // Its connection is about to be closed. A number that is not known is of a member that was added by entries
+        // which this node has not seen, and which may lead by now.
+        let was_removed = self.machine.was_removed(from) && !self.machine.members().is_empty();
+        if was_removed && from != 0 && !matches!(frame, Frame::Raft { .. }) {
+            return;
+        }
         self.heard.insert(from, self.now);
         match frame {
             Frame::Raft { time, message } => self.handle_message(from, time, message),
@@ -617,7 +623,9 @@ impl Replica {
                 }
             }
             Frame::Admin { id, request } => {
-                if let Ok(request) = codec::unpack::<AdminRequest>(&request) {
+                if self.machine.members().contains_key(&from)
+                    && let Ok(request) = codec::unpack::<AdminRequest>(&request)
+                {
                     self.admins.forwarded(from, id, request);
                 }
             }
