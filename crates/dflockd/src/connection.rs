@@ -17,7 +17,7 @@ use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, Pushed, SessionS
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 use parking_lot::Mutex;
 
-use crate::audit::{By, Deed};
+use crate::audit::{By, Deed, Via};
 use crate::config::FollowerMode;
 use crate::operate::{self, Backup};
 use crate::report;
@@ -1073,7 +1073,7 @@ impl Connection {
     /// Who does something here.
     fn by(&self) -> By {
         let session = Some(self.me.id().0);
-        By { door: Door::Line, session, peer: Arc::clone(&self.peer) }
+        By { via: Via::Door(Door::Line), session, peer: Arc::clone(&self.peer) }
     }
 
     fn request_id(&mut self, number: Option<u64>) -> RequestId {

@@ -17,6 +17,7 @@ use crate::cluster;
 use crate::config::{Config, Secret};
 use crate::grpc;
 use crate::http::{App, Listener};
+use crate::operate;
 use crate::service::Service;
 use crate::tcp::Peers;
 use crate::telemetry;
@@ -94,6 +95,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
             Service::around(&config, Engine::Replicated(member), background)?
         }
     });
+    operate::audit_decisions(&service);
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
 
     if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {

@@ -125,6 +125,7 @@ struct Asked {
 struct Proposed {
     origin: RaftId,
     id: u64,
+    request: AdminRequest,
     index: u64,
     term: u64,
     /// A change of the membership, which Raft may replace by nothing.
@@ -182,22 +183,31 @@ impl Admins {
         entry: &Entry,
         is_change: bool,
         machine: &Machine,
-    ) -> Vec<(RaftId, u64, AdminResult)> {
+    ) -> Vec<Decided> {
         let (index, term) = (entry.index, entry.term);
         let mut decided = Vec::new();
-        self.proposed.retain(|proposed| {
-            if proposed.index > index {
-                return true;
-            }
+        let all = std::mem::take(&mut self.proposed).into_iter();
+        let (over, left): (Vec<_>, Vec<_>) = all.partition(|proposed| proposed.index <= index);
+        self.proposed = left;
+        for proposed in over {
             let same = proposed.index == index && proposed.term == term;
             let has_version = proposed.version.is_none_or(|version| machine.version() >= version);
             let done = same && is_change == proposed.is_change && has_version;
             let refused = || Err("the cluster did not take the change; try again".to_owned());
-            decided.push((proposed.origin, proposed.id, if done { Ok(()) } else { refused() }));
-            false
-        });
+            let Proposed { origin, id, request, .. } = proposed;
+            let result = if done { Ok(()) } else { refused() };
+            decided.push(Decided { origin, id, request, result });
+        }
         decided
     }
+}
+
+/// A request that the leader has decided.
+pub(super) struct Decided {
+    origin: RaftId,
+    id: u64,
+    request: AdminRequest,
+    result: AdminResult,
 }
 
 /// What the leader makes of a request.
@@ -238,26 +248,20 @@ impl Replica {
             self.admins.forwarded(own, id, request);
         }
         for (origin, id, request) in std::mem::take(&mut self.admins.to_decide) {
-            match self.decide(request) {
-                Decision::Now(result) => self.answer_admin(origin, id, result, outputs),
-                Decision::At(index) => self.await_entry(origin, id, index, true, None),
-                Decision::Ordered(index) => self.await_entry(origin, id, index, false, None),
-                Decision::Raised(index, to) => self.await_entry(origin, id, index, false, Some(to)),
-                Decision::Later => {}
-            }
+            let (index, is_change, version) = match self.decide(request.clone()) {
+                Decision::Now(result) => {
+                    self.answer_admin(Decided { origin, id, request, result }, outputs);
+                    continue;
+                }
+                Decision::At(index) => (index, true, None),
+                Decision::Ordered(index) => (index, false, None),
+                Decision::Raised(index, to) => (index, false, Some(to)),
+                Decision::Later => continue,
+            };
+            let term = self.consensus.term();
+            let proposed = Proposed { origin, id, request, index, term, is_change, version };
+            self.admins.proposed.push(proposed);
         }
-    }
-
-    fn await_entry(
-        &mut self,
-        origin: RaftId,
-        id: u64,
-        index: u64,
-        is_change: bool,
-        version: Option<u32>,
-    ) {
-        let term = self.consensus.term();
-        self.admins.proposed.push(Proposed { origin, id, index, term, is_change, version });
     }
 
     /// Does what concerns this node alone; gives back what the leader has to decide.
@@ -321,13 +325,8 @@ impl Replica {
         }
     }
 
-    pub(super) fn answer_admin(
-        &mut self,
-        origin: RaftId,
-        id: u64,
-        result: AdminResult,
-        outputs: &mut Outputs,
-    ) {
+    pub(super) fn answer_admin(&mut self, decided: Decided, outputs: &mut Outputs) {
+        let Decided { origin, id, request, result } = decided;
         if origin == self.id() {
             if let Some(result) = self.admins.answered(id, result) {
                 self.queue.push(NodeEvent::Admin(id, result));
@@ -337,6 +336,7 @@ impl Replica {
         let reply = codec::pack(&result).into();
         let bytes = Frame::AdminReply { id, reply }.encode();
         outputs.frames.push(Outgoing { to: origin, bulk: false, bytes });
+        self.queue.push(NodeEvent::Decided { origin, request, done: result.is_ok() });
     }
 
     fn decide(&mut self, request: AdminRequest) -> Decision {

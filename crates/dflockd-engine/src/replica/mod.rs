@@ -216,6 +216,15 @@ pub enum NodeEvent {
     Job(u64, bool),
     /// What an admin asked for is done or refused.
     Admin(u64, AdminResult),
+    /// This node leads, and has decided what an admin asked of another member.
+    Decided {
+        /// The member that passed it on.
+        origin: RaftId,
+        /// What was asked for.
+        request: AdminRequest,
+        /// Whether it was done.
+        done: bool,
+    },
     /// The others gave this node up: all its connections are void, and it begins a new life.
     NewRun(Run),
     /// A received snapshot jumped over entries: pushes in them were never seen here.
@@ -1069,8 +1078,8 @@ impl Replica {
             self.handle_event(event);
         }
         self.events = events;
-        for (origin, id, result) in self.admins.applied(entry, change.is_some(), &self.machine) {
-            self.answer_admin(origin, id, result, outputs);
+        for decided in self.admins.applied(entry, change.is_some(), &self.machine) {
+            self.answer_admin(decided, outputs);
         }
         self.forget_applied();
         if self.wary && self.leader_commit > 0 && self.applied >= self.leader_commit {
