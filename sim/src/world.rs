@@ -832,7 +832,7 @@ impl World {
         let applied = live.applied;
         match event {
             // The world cuts connections with subscriptions when a snapshot is installed.
-            NodeEvent::Skipped | NodeEvent::Peers(_) => {}
+            NodeEvent::Skipped | NodeEvent::Peers(_) | NodeEvent::Decided { .. } => {}
             NodeEvent::Machine(MachineEvent::Effect(Effect::Reply {
                 session,
                 request,

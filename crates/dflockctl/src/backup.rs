@@ -1,8 +1,6 @@
 //! `backup` and `restore`: the whole state as a file, and a new cluster from it.
 
-use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::connect::Settings;
 use crate::failure::{Failure, Status};
+use crate::files::Aside;
 use crate::operator::{Cluster, Link, Operator, SNAPSHOT_TIMEOUT, run_server, server_program};
 use crate::output::{self, Output};
 
@@ -84,31 +83,26 @@ fn fetch(cluster: &Cluster, server: &str, file: &Path) -> Result<Value, Failure>
     let mut link = cluster.open(server)?;
     let wanted = json!({ "reason": cluster.reason() });
     let told = link.ask("backup", cluster.token(), &wanted, SNAPSHOT_TIMEOUT)?;
-    let aside = file.with_added_extension("part");
-    let written = write(cluster, &mut link, &told, &aside);
-    let failed = |error: std::io::Error| {
-        Failure::new(Status::No, format!("can not write {}: {error}", file.display()))
-    };
-    if let Err(why) = written {
-        // It is of no use, and whoever finds it might think otherwise.
-        let _ = fs::remove_file(&aside);
-        return Err(why);
-    }
-    fs::rename(&aside, file).map_err(failed)?;
+    // It has the secrets of sessions in it, and all values.
+    let mut aside = Aside::create(file, 0o600)?;
+    write(cluster, &mut link, &told, file, &mut aside)?;
+    aside.publish()?;
     Ok(told)
 }
 
-fn write(cluster: &Cluster, link: &mut Link, told: &Value, aside: &Path) -> Result<(), Failure> {
+fn write(
+    cluster: &Cluster,
+    link: &mut Link,
+    told: &Value,
+    path: &Path,
+    aside: &mut Aside,
+) -> Result<(), Failure> {
     let failed = |error: std::io::Error| {
-        Failure::new(Status::No, format!("can not write {}: {error}", aside.display()))
+        Failure::new(Status::No, format!("can not write {}: {error}", path.display()))
     };
     let strange = || Failure::new(Status::No, "the server sent something that is no backup");
     let total = told["bytes"].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
     let total = total.ok_or_else(strange)?;
-    // It has the secrets of sessions in it, and all values.
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    let mut file = options.open(aside).map_err(failed)?;
     let mut digest = Digest::new(total.checked_sub(DIGEST_BYTES).ok_or_else(strange)?);
     let mut offset = 0;
     while offset < total {
@@ -119,13 +113,13 @@ fn write(cluster: &Cluster, link: &mut Link, told: &Value, aside: &Path) -> Resu
             return Err(strange());
         }
         digest.update(&piece);
-        file.write_all(&piece).map_err(failed)?;
+        aside.file.write_all(&piece).map_err(failed)?;
         offset += piece.len();
     }
     if !digest.matches() {
         return Err(Failure::new(Status::No, "the backup was changed on its way; try again"));
     }
-    file.sync_all().map_err(failed)
+    Ok(())
 }
 
 /// The digest at the end of a backup, checked as it comes.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use crate::certificates;
 use crate::connect::Settings;
 use crate::failure::{Failure, Status, complain};
 use crate::init;
@@ -40,8 +41,10 @@ pub(crate) struct Change {
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum ClusterVerb {
-    /// Write what the nodes of a new cluster need: settings and secrets for each.
+    /// Write what the nodes of a new cluster need: settings, secrets and certificates for each.
     Init(init::Args),
+    /// Make certificates for the peer port of further nodes, or renew those of nodes.
+    Cert(certificates::Args),
     /// Ask every member how it is; status 69 if one does not answer.
     Status {
         /// Wait so long until all members answer and are ready.
@@ -157,6 +160,7 @@ pub(crate) struct DrainArgs {
 pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure> {
     match verb {
         ClusterVerb::Init(args) => init::run(&args),
+        ClusterVerb::Cert(args) => certificates::run(&args),
         ClusterVerb::Status { wait, common } => status(wait, common, outer),
         ClusterVerb::Members { common } => members(common, outer),
         ClusterVerb::Add { node, peer_addr, client_addr, witness, promote, change } => {

@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::connect::Connection;
 use crate::failure::{Failure, Status, complain};
-use crate::init::{make_directory, secret, write};
+use crate::files::{make_directory, make_temporary_directory, secret, write};
 use crate::operator::{Cluster, server_program};
 use crate::output;
 
@@ -54,13 +54,13 @@ pub(crate) async fn run(args: Args) -> Result<Status, Failure> {
         signal(SignalKind::interrupt()).map_err(|error| failed("signals", error))?;
     let mut ends = signal(SignalKind::terminate()).map_err(|error| failed("signals", error))?;
     let (dir, temporary) = match &args.dir {
-        Some(dir) => (dir.clone(), false),
-        None => {
-            let name = format!("dflockd-dev-cluster-{}", std::process::id());
-            (std::env::temp_dir().join(name), true)
+        Some(dir) => {
+            make_directory(dir)?;
+            (dir.clone(), false)
         }
+        // Secrets go there, so nobody else may have made it before.
+        None => (make_temporary_directory("dflockd-dev-cluster")?, true),
     };
-    make_directory(&dir)?;
     // The variables it prints should do in every directory.
     let dir = dir.canonicalize().unwrap_or(dir);
     let ports = ports(&dir, usize::from(args.nodes))?;

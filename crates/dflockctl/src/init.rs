@@ -1,11 +1,10 @@
 //! `cluster init`: what the nodes of a new cluster need, made at once so that it fits together.
 
-use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use crate::certificates::{AUTHORITY, AUTHORITY_KEY, Authority, CERTIFICATE, KEY, Validity};
 use crate::failure::{Failure, Status};
+use crate::files::{make_directory, secret, write};
 use crate::output;
 
 #[derive(Debug, clap::Args)]
@@ -31,6 +30,11 @@ pub(crate) struct Args {
     /// Where a node will keep its data; `{node}` stands for its id.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/dflockd/data")]
     data_dir: String,
+    /// Make no certificates for the peer port: the shared secret alone then protects it.
+    #[arg(long)]
+    no_tls: bool,
+    #[command(flatten)]
+    validity: Validity,
 }
 
 struct Node {
@@ -58,12 +62,16 @@ pub(crate) fn run(args: &Args) -> Result<Status, Failure> {
         ("auth-token", secret()?, "what clients send first"),
         ("admin-token", secret()?, "for operators"),
     ];
+    let authority = if args.no_tls { None } else { Some(Authority::make(&args.dir)?) };
     for node in &nodes {
         let dir = args.dir.join(&node.id);
         make_directory(&dir)?;
         write(&dir.join("dflockd.env"), &settings(node, &list, args), 0o644)?;
         for (name, secret, _) in &secrets {
             write(&dir.join(name), &format!("{secret}\n"), 0o600)?;
+        }
+        if let Some(authority) = &authority {
+            authority.issue(&node.id, &dir, &args.validity, false)?;
         }
     }
     let shown = args.dir.display();
@@ -73,6 +81,13 @@ pub(crate) fn run(args: &Args) -> Result<Status, Failure> {
     }
     for (name, _, what) in &secrets {
         output::line(format!("{name}: {what}; the same on all nodes, keep it secret"));
+    }
+    if authority.is_some() {
+        output::line(format!("{CERTIFICATE}, {KEY}, {AUTHORITY}: mutual TLS between the nodes"));
+        output::line(format!(
+            "{shown}/{AUTHORITY_KEY}: signs for further nodes (dflockctl cluster cert); keep it secret, \
+             and away from the nodes"
+        ));
     }
     output::line(
         "then start dflockd on each of them with the variables of dflockd.env, for example:",
@@ -94,10 +109,7 @@ fn parse(text: &str, args: &Args) -> Result<Node, Failure> {
         Failure::usage(format!("{text:?} is neither ID=HOST nor ID=RAFTHOST:PORT@CLIENTHOST:PORT"))
     };
     let (id, rest) = text.split_once('=').ok_or_else(wrong)?;
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-    if id.is_empty() || id.len() > 64 || !id.bytes().all(is_allowed) {
-        return Err(Failure::usage(format!("{id:?}: a node id is 1 to 64 of A-Z a-z 0-9 . _ -")));
-    }
+    check_node(id)?;
     let is_address = |address: &str| {
         address.rsplit_once(':').is_some_and(|(host, port)| {
             !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0)
@@ -116,6 +128,18 @@ fn parse(text: &str, args: &Args) -> Result<Node, Failure> {
     Ok(Node { id: id.to_owned(), peers, clients })
 }
 
+/// Whether this can be a node id, and a directory can be called so.
+pub(crate) fn check_node(id: &str) -> Result<(), Failure> {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    if id.is_empty() || id.len() > 64 || !id.bytes().all(is_allowed) {
+        return Err(Failure::usage(format!("{id:?}: a node id is 1 to 64 of A-Z a-z 0-9 . _ -")));
+    }
+    if [".", "..", AUTHORITY, AUTHORITY_KEY].contains(&id) {
+        return Err(Failure::usage(format!("{id:?} is the name of something else")));
+    }
+    Ok(())
+}
+
 fn settings(node: &Node, list: &str, args: &Args) -> String {
     let config_dir = args.config_dir.replace("{node}", &node.id);
     let data_dir = args.data_dir.replace("{node}", &node.id);
@@ -124,7 +148,7 @@ fn settings(node: &Node, list: &str, args: &Args) -> String {
     let host_of = |address: &str| address.rsplit_once(':').map_or("", |(host, _)| host).to_owned();
     let host = if loopback { host_of(&node.clients) } else { "0.0.0.0".to_owned() };
     let peer_host = if loopback { host_of(&node.peers) } else { "0.0.0.0".to_owned() };
-    let lines = [
+    let mut lines = vec![
         ("DFLOCKD_NODE_ID", node.id.clone()),
         ("DFLOCKD_RAFT_DIR", data_dir),
         ("DFLOCKD_CLUSTER_PEERS", list.to_owned()),
@@ -138,30 +162,14 @@ fn settings(node: &Node, list: &str, args: &Args) -> String {
         ("DFLOCKD_ADMIN_TOKEN_FILE", format!("{config_dir}/admin-token")),
         ("DFLOCKD_REQUIRE_AUTH", "true".to_owned()),
     ];
+    if args.no_tls {
+        lines.push(("DFLOCKD_RAFT_NO_TLS", "true".to_owned()));
+    } else {
+        lines.extend([
+            ("DFLOCKD_RAFT_TLS_CERT", format!("{config_dir}/{CERTIFICATE}")),
+            ("DFLOCKD_RAFT_TLS_KEY", format!("{config_dir}/{KEY}")),
+            ("DFLOCKD_RAFT_TLS_CA", format!("{config_dir}/{AUTHORITY}")),
+        ]);
+    }
     lines.iter().map(|(name, value)| format!("{name}={value}\n")).collect()
-}
-
-/// 256 random bits as text.
-pub(crate) fn secret() -> Result<String, Failure> {
-    let mut bytes = [0_u8; 32];
-    let read = fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|error| Failure::new(Status::No, format!("no random numbers: {error}")))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-pub(crate) fn make_directory(dir: &Path) -> Result<(), Failure> {
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(|error| {
-        Failure::new(Status::No, format!("can not make {}: {error}", dir.display()))
-    })
-}
-
-/// Writes a new file; never over one that is there, which may be in use.
-pub(crate) fn write(path: &Path, content: &str, mode: u32) -> Result<(), Failure> {
-    let mut options = OpenOptions::new();
-    let file = options.write(true).create_new(true).mode(mode).open(path);
-    let written = file.and_then(|mut file| file.write_all(content.as_bytes()));
-    written.map_err(|error| {
-        Failure::new(Status::No, format!("can not write {}: {error}", path.display()))
-    })
 }

@@ -7,6 +7,7 @@
 mod admin;
 mod backup;
 mod bench;
+mod certificates;
 mod cluster;
 mod connect;
 mod dev_cluster;
@@ -14,6 +15,7 @@ mod doctor;
 mod events;
 mod failure;
 mod family;
+mod files;
 mod hold;
 mod init;
 mod inspect;

@@ -81,6 +81,8 @@ pub struct Gauges {
     pub snapshot_bytes: AtomicU64,
     /// On the leader, how many entries each other member has not confirmed.
     pub lags: Mutex<Vec<(RaftId, u64)>>,
+    /// Frames on the peer port that the peer has not sent so.
+    pub bad_frames: AtomicU64,
     /// Members this one can send to.
     pub connected: Mutex<BTreeSet<RaftId>>,
     seen: Mutex<Seen>,

@@ -44,6 +44,9 @@ pub(crate) use self::inputs::{Input, Inputs};
 /// Places of locks that are looked at in one go: everybody else waits meanwhile.
 const SLOTS_MAX: usize = 50_000;
 
+/// See [`Replicated::on_decided`].
+type NoteDecided = Box<dyn Fn(&str, AdminRequest, bool) + Send + Sync>;
+
 /// A member of a cluster, for connections.
 pub struct Replicated {
     clock: Clock,
@@ -80,6 +83,7 @@ pub struct Replicated {
     gauges: Gauges,
     transport: Mutex<Option<Arc<Transport>>>,
     fatal: Fatal,
+    decided: OnceLock<NoteDecided>,
     failed: Notify,
     node: String,
     witness: bool,
@@ -220,6 +224,7 @@ impl Replicated {
             gauges: Gauges::default(),
             transport: Mutex::default(),
             fatal: Fatal::new(),
+            decided: OnceLock::new(),
             failed: Notify::new(),
             node: options.node.clone(),
             witness: options.witness,
@@ -301,6 +306,12 @@ impl Replicated {
             }
             failed.await;
         }
+    }
+
+    /// What to do with each change of the cluster that this member has decided as the leader, and that was asked of
+    /// another one: the name of that one, what was asked for, and whether it was done. Can be set once; must not block.
+    pub fn on_decided(&self, note: impl Fn(&str, AdminRequest, bool) + Send + Sync + 'static) {
+        let _ = self.decided.set(Box::new(note));
     }
 
     /// Uses other credentials towards peers.
@@ -987,6 +998,15 @@ impl Replicated {
                 NodeEvent::Admin(id, result) => {
                     if let Some(sender) = self.admins.lock().remove(&id) {
                         let _ = sender.send(result);
+                    }
+                }
+                NodeEvent::Decided { origin, request, done } => {
+                    let members = replica.machine().members();
+                    // A member that was removed at its own wish is not there any more.
+                    let node = members.get(&origin).map(|member| member.node.clone());
+                    let node = node.unwrap_or_else(|| origin.to_string());
+                    if let Some(note) = self.decided.get() {
+                        note(&node, request, done);
                     }
                 }
                 NodeEvent::Peers(members) => meet(members),

@@ -1,7 +1,7 @@
 //! What operators did, by whatever door: a line in the log for each deed, and the last of them in memory.
 //!
 //! The log is what lasts. What is kept here begins with the process and belongs to it: each member of a cluster knows
-//! what was asked of it.
+//! what was asked of it, and the leader also what was asked of others and came to it to be decided.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -11,6 +11,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use dflockd_engine::Door;
 use parking_lot::Mutex;
 use tokio::sync::watch;
+
+use crate::metrics::door_name;
 
 /// Records that are kept.
 const RECORDS_MAX: usize = 1000;
@@ -25,11 +27,30 @@ pub(crate) struct Audit {
 /// Who did something.
 #[derive(Clone)]
 pub(crate) struct By {
-    pub(crate) door: Door,
+    pub(crate) via: Via,
     /// The session of the line protocol.
     pub(crate) session: Option<u64>,
-    /// The address.
+    /// The address, or the member that passed it on.
     pub(crate) peer: Arc<str>,
+}
+
+/// How it came here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Via {
+    /// From the operator.
+    Door(Door),
+    /// From another member, of which it was asked: this one leads.
+    Member,
+}
+
+impl Via {
+    /// What it is called.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Door(door) => door_name(door),
+            Self::Member => "member",
+        }
+    }
 }
 
 /// What can be done.
@@ -57,7 +78,7 @@ pub(crate) struct Record {
     pub(crate) number: u64,
     /// For people: nothing is decided by it.
     pub(crate) unix_ms: u64,
-    pub(crate) door: Door,
+    pub(crate) via: Via,
     pub(crate) peer: Arc<str>,
     pub(crate) deed: Deed,
     pub(crate) reason: String,
@@ -82,7 +103,7 @@ impl Audit {
         kept.push_back(Arc::new(Record {
             number,
             unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX),
-            door: by.door,
+            via: by.via,
             peer: Arc::clone(&by.peer),
             deed,
             reason: reason.to_owned(),
@@ -130,7 +151,12 @@ impl Deed {
 impl By {
     /// Somebody at a door that has no sessions of its own.
     pub(crate) fn address(door: Door, peer: impl ToString) -> Self {
-        Self { door, session: None, peer: peer.to_string().into() }
+        Self { via: Via::Door(door), session: None, peer: peer.to_string().into() }
+    }
+
+    /// An operator whose request another member has passed on to this one.
+    pub(crate) fn member(node: &str) -> Self {
+        Self { via: Via::Member, session: None, peer: format!("member {node}").into() }
     }
 }
 
@@ -143,7 +169,7 @@ pub(crate) async fn whole<T: Send + 'static>(
 }
 
 fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
-    let By { door, session: by, peer } = by;
+    let By { via, session: by, peer } = by;
     // A session of the line protocol says it all.
     let only_peer = by.is_none().then(|| tracing::field::display(peer));
     match deed {
@@ -169,8 +195,16 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
         Deed::Backup => {
             tracing::info!(audit = true, by, %peer, done, reason, "backup fetched by an operator");
         }
-        Deed::Change { verb, node } => match door {
-            Door::Line => tracing::info!(
+        Deed::Change { verb, node } => match via {
+            Via::Member => tracing::info!(
+                audit = true,
+                %peer,
+                verb,
+                node,
+                done,
+                "cluster changed, as another member was asked to"
+            ),
+            Via::Door(Door::Line) => tracing::info!(
                 audit = true,
                 by,
                 %peer,
@@ -179,14 +213,14 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
                 reason,
                 "cluster changed by an operator"
             ),
-            Door::Http => {
+            Via::Door(Door::Http) => {
                 let text = match *verb {
                     "remove" => "member removed by an operator",
                     _ => "member added by an operator",
                 };
                 tracing::info!(audit = true, %peer, node, done, "{text}");
             }
-            Door::Grpc => {
+            Via::Door(Door::Grpc) => {
                 let how = how(verb);
                 tracing::info!(
                     audit = true,

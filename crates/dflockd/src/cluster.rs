@@ -9,6 +9,7 @@ use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
 use dflockd_engine::replica::types::{Doors, Policy};
+use dflockd_engine::replica::version;
 use dflockd_engine::{Clock, Replicated};
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
@@ -71,6 +72,7 @@ pub(crate) async fn start(
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
             credentials: credentials(cluster, [cluster.secret.as_ref(), None])?,
+            version_max: version::peer_protocol(),
             limits: TransportLimits {
                 strangers_max: usize::try_from(strangers_max)?,
                 ..TransportLimits::default()

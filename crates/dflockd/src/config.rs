@@ -345,6 +345,9 @@ settings! {
     /// PEM file with the authorities that sign the certificates of the nodes.
     raft_tls_ca: Option<PathBuf> = FilePath,
         "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
+    /// Speak with peers beyond loopback without the --raft-tls files: the shared secret alone then
+    /// protects the connections, and whoever has it can be any node.
+    raft_no_tls: bool = Switch, "raft-no-tls", "DFLOCKD_RAFT_NO_TLS", "false" needs "raft-dir";
     /// What a node that does not lead does with a request: send the client to the leader, pass the
     /// request on, or choose by what the client understands.
     follower_mode: FollowerMode = FOLLOWER_MODE,
@@ -750,6 +753,17 @@ impl Config {
                 );
             }
         };
+        if tls.is_none() && !self.raft_no_tls {
+            let peers = self.cluster_peers.iter().map(|peer| &peer.raft_addr);
+            let mut all = [raft_addr].into_iter().chain(peers);
+            if let Some(beyond) = all.find(|addr| !is_loopback(&addr.host)) {
+                return refuse(format!(
+                    "peers beyond loopback ({beyond}) need --raft-tls-cert, --raft-tls-key and \
+                     --raft-tls-ca, which `dflockctl cluster init` and `dflockctl cluster cert` \
+                     make, or --raft-no-tls to rely on the shared secret alone"
+                ));
+            }
+        }
         let own = self.cluster_peers.iter().find(|peer| peer.node == *node);
         let advertised = self.advertise_addr.as_ref().or(own.map(|own| &own.client_addr));
         Ok(Some(ClusterConfig {
@@ -2121,6 +2135,7 @@ mod tests {
         ("DFLOCKD_NODE_ID", "n1"),
         ("DFLOCKD_RAFT_ADDR", "127.0.0.1:7001"),
         ("DFLOCKD_RAFT_AUTH_TOKEN", SECRET),
+        ("DFLOCKD_RAFT_NO_TLS", "true"),
     ];
 
     /// The settings of replicated mode of a node with `args` beside those in [`NODE`].
@@ -2714,7 +2729,7 @@ mod tests {
         let message = "--raft-auth-token-file needs --raft-dir";
         refused(&["--raft-auth-token-file", file.path()], &[], message);
         refused(&[], &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", file.path())], message);
-        assert_eq!(settings().iter().filter(|s| s.needs == "raft-dir").count(), 19);
+        assert_eq!(settings().iter().filter(|s| s.needs == "raft-dir").count(), 20);
         config(&["--cluster-bootstrap=false", "--no-witness"], &[("DFLOCKD_WITNESS", "no")]);
     }
 
@@ -2812,6 +2827,34 @@ mod tests {
         refused(&[lease], &[yes], contradiction);
         let by_env = config(&[], &[("DFLOCKD_AUTO_RELEASE", "clean")]);
         assert_eq!(by_env.disconnect_policy(), AutoRelease::Clean);
+    }
+
+    /// GUARANTEES 48: a shared secret alone protects peers beyond loopback only if somebody says so.
+    #[test]
+    fn peers_beyond_loopback_need_tls_or_a_word() {
+        let without = &NODE[..4];
+        let files = ["--raft-tls-cert=/c", "--raft-tls-key=/k", "--raft-tls-ca=/a"];
+        let message = |beyond: &str| {
+            format!(
+                "peers beyond loopback ({beyond}) need --raft-tls-cert, --raft-tls-key and \
+                 --raft-tls-ca, which `dflockctl cluster init` and `dflockctl cluster cert` make, \
+                 or --raft-no-tls to rely on the shared secret alone"
+            )
+        };
+        let near = "n1=127.0.0.1:1@127.0.0.1:2,n2=localhost:1@example.org:2,n3=[::1]:1@a:2";
+        config(&["--cluster-peers", near], without);
+        let far = "n1=127.0.0.1:1@a:2,n2=10.0.0.2:1@a:3";
+        for (args, beyond) in [
+            (["--raft-addr=10.0.0.1:7001"].as_slice(), "10.0.0.1:7001"),
+            (&["--raft-addr=0.0.0.0:7001"], "0.0.0.0:7001"),
+            (&["--raft-addr=[::]:7001"], "[::]:7001"),
+            (&["--raft-addr=example.org:7001"], "example.org:7001"),
+            (&["--cluster-peers", far], "10.0.0.2:1"),
+        ] {
+            refused(args, without, &message(beyond));
+            config(&[args, &["--raft-no-tls"]].concat(), without);
+            config(&[args, &files].concat(), without);
+        }
     }
 
     #[test]
@@ -3250,7 +3293,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 81);
+        assert_eq!(settings.len(), 84);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

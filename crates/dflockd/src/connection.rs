@@ -18,7 +18,7 @@ use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, Pushed, SessionS
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 use parking_lot::Mutex;
 
-use crate::audit::{By, Deed};
+use crate::audit::{By, Deed, Via};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
 use crate::foreign::{FirstLine, Verdict};
@@ -1219,7 +1219,7 @@ impl Connection {
     /// Who does something here.
     fn by(&self) -> By {
         let session = Some(self.me.id().0);
-        By { door: Door::Line, session, peer: Arc::clone(&self.peer) }
+        By { via: Via::Door(Door::Line), session, peer: Arc::clone(&self.peer) }
     }
 
     fn request_id(&mut self, number: Option<u64>) -> RequestId {

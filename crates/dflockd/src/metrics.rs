@@ -406,6 +406,7 @@ fn add_cluster(page: &mut Page, member: &Replicated) {
     page.histograms(&n::RAFT_APPLY_SECONDS, [(None, times(&gauges.apply))]);
     page.value(&n::RAFT_LEADER_CHANGES, gauges.leader_changes.load(Relaxed));
     page.value(&n::RAFT_ELECTIONS, gauges.elections.load(Relaxed));
+    page.value(&n::RAFT_BAD_FRAMES, gauges.bad_frames.load(Relaxed));
     page.known(&n::RAFT_TIME_LAG, gauges.time_lag(member.clock().now()).map(seconds));
     let changes = [
         ("add_voter", &gauges.added[0]),

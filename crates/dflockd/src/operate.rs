@@ -69,26 +69,42 @@ pub(crate) enum Done {
 impl Wish {
     /// What it is called, and whom it names.
     fn deed(&self) -> Deed {
-        let (verb, node) = match self {
-            Self::SetPolicy(_) => ("policy", None),
-            Self::Ask(request) => match request {
-                AdminRequest::Add { node, .. } => ("add", Some(node)),
-                AdminRequest::Promote { node } => ("promote", Some(node)),
-                AdminRequest::Remove { node } => ("remove", Some(node)),
-                AdminRequest::Transfer { to } => ("transfer", to.as_ref()),
-                AdminRequest::Address { node, .. } => ("address", Some(node)),
-                AdminRequest::SetPolicy(_)
-                | AdminRequest::ChangePolicy { .. }
-                | AdminRequest::ChangeWholePolicy { .. } => ("policy", None),
-                AdminRequest::Finalize => ("finalize", None),
-                AdminRequest::Snapshot => ("snapshot", None),
-                AdminRequest::Copy => ("backup", None),
-                AdminRequest::Drain { on: true } => ("drain", None),
-                AdminRequest::Drain { on: false } => ("undrain", None),
-            },
-        };
-        Deed::Change { verb, node: node.cloned() }
+        match self {
+            Self::SetPolicy(_) => Deed::Change { verb: "policy", node: None },
+            Self::Ask(request) => deed_of(request),
+        }
     }
+}
+
+fn deed_of(request: &AdminRequest) -> Deed {
+    let (verb, node) = match request {
+        AdminRequest::Add { node, .. } => ("add", Some(node)),
+        AdminRequest::Promote { node } => ("promote", Some(node)),
+        AdminRequest::Remove { node } => ("remove", Some(node)),
+        AdminRequest::Transfer { to } => ("transfer", to.as_ref()),
+        AdminRequest::Address { node, .. } => ("address", Some(node)),
+        AdminRequest::SetPolicy(_)
+        | AdminRequest::ChangePolicy { .. }
+        | AdminRequest::ChangeWholePolicy { .. } => ("policy", None),
+        AdminRequest::Finalize => ("finalize", None),
+        AdminRequest::Snapshot => ("snapshot", None),
+        AdminRequest::Copy => ("backup", None),
+        AdminRequest::Drain { on: true } => ("drain", None),
+        AdminRequest::Drain { on: false } => ("undrain", None),
+    };
+    Deed::Change { verb, node: node.cloned() }
+}
+
+/// Writes down what this member decides as the leader although it was asked of another one. Who asked, and why, the
+/// other one has written down.
+pub(crate) fn audit_decisions(service: &Arc<Service>) {
+    let Some(member) = service.engine.replicated() else { return };
+    let service = Arc::downgrade(service);
+    member.on_decided(move |node, request, done| {
+        if let Some(service) = service.upgrade() {
+            service.audit.note(&By::member(node), deed_of(&request), "", Some(done));
+        }
+    });
 }
 
 /// Does what an operator wishes of the cluster or of this member. An error says why not.

@@ -19,6 +19,7 @@ use crate::config::{Config, Secret};
 use crate::descriptors::{self, Connections, Descriptors};
 use crate::grpc;
 use crate::http::{App, Listener};
+use crate::operate;
 use crate::service::Service;
 use crate::tcp::Peers;
 use crate::telemetry;
@@ -99,6 +100,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
             Service::around(&config, Engine::Replicated(member), background)?
         }
     });
+    operate::audit_decisions(&service);
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
     connections.log(&config, descriptors);
     service.metrics.set_connections_max(|door| connections.max(door));

@@ -175,9 +175,37 @@ fn parts_of_kubernetes_fit_together() {
             assert!(value.starts_with(&mounted("data")), "{value}");
         } else if name.ends_with("_FILE") {
             assert!(value.starts_with(&mounted("tokens")), "{value}");
+        } else if name.starts_with("DFLOCKD_RAFT_TLS_") {
+            assert!(value.starts_with(&mounted("certificates")), "{value}");
         }
     }
     assert_eq!(set["spec"]["volumeClaimTemplates"][0]["metadata"]["name"], "data");
+}
+
+/// GUARANTEES 48: only the nodes reach the peer port, and everybody what clients need.
+#[test]
+fn the_peer_port_is_for_the_nodes() {
+    let policy = kind("NetworkPolicy");
+    let set = kind("StatefulSet");
+    let labels = set["spec"]["template"]["metadata"]["labels"].clone();
+    let nodes = json!({ "matchLabels": labels });
+    assert_eq!(policy["spec"]["podSelector"], nodes);
+    assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress"]));
+    let ports = set["spec"]["template"]["spec"]["containers"][0]["ports"].clone();
+    for port in ports.as_array().unwrap() {
+        let rules = policy["spec"]["ingress"].as_array().unwrap().iter();
+        let mut rules = rules.filter(|rule| {
+            rule["ports"].as_array().unwrap().iter().any(|known| known["port"] == port["name"])
+        });
+        let rule = rules.next().unwrap_or_else(|| panic!("nobody reaches {port}"));
+        assert!(rules.next().is_none(), "{port} is named twice");
+        let from = &rule["from"];
+        if port["name"] == "peers" {
+            assert_eq!(*from, json!([{ "podSelector": nodes }]));
+        } else {
+            assert!(from.is_null(), "{port} is for everybody");
+        }
+    }
 }
 
 #[test]

@@ -202,7 +202,11 @@ fn a_backup_is_restored() {
     let dev = Dev::start(&dir, &["--default-lease-ttl", "1", "--failover-grace", "0"]);
     dev.run(&["kv", "set", "key", "value"]);
     let file = dir.name("backup");
+    // Somebody else was here before, and has left a link under a name that can be guessed.
+    let elsewhere = dir.write("elsewhere", "untouched");
+    std::os::unix::fs::symlink(&elsewhere, format!("{file}.part")).unwrap();
     dev.run(&["backup", &file]);
+    assert_eq!(dir.read("elsewhere"), "untouched");
     let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&file).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600, "it holds secrets");
     assert!(dev.json(&["backup", &file])["bytes"].as_u64() > Some(100));
@@ -249,6 +253,14 @@ fn a_new_cluster_is_prepared() {
     ctl(&["cluster", "init", "--dir", &out, "m1"]).run().refused(64, "ID=HOST");
     let secret = dir.read("out/m0/raft-token");
     assert!(secret.trim().len() == 64 && secret == dir.read("out/m2/raft-token"));
+    for name in ["raft-ca-key.pem", "m0/raft-key.pem", "m0/raft-token"] {
+        let permissions = fs::metadata(dir.name(&format!("out/{name}"))).unwrap().permissions();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&permissions);
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    assert_ne!(dir.read("out/m0/raft-key.pem"), dir.read("out/m1/raft-key.pem"));
+    assert_eq!(dir.read("out/m0/raft-ca.pem"), dir.read("out/raft-ca.pem"));
+    assert!(!dir.read("out/m0/dflockd.env").contains("RAFT_NO_TLS"));
 
     let mut servers = Vec::new();
     for at in 0..3 {
@@ -272,6 +284,50 @@ fn a_new_cluster_is_prepared() {
         let count = status["members"].as_array()?.iter().filter(ready).count();
         (count == 3).then_some(())
     });
+
+    // A fourth node, with a certificate of the same authority.
+    ctl(&["cluster", "cert", "m3", "--dir", &out]).run().expect(0);
+    ctl(&["cluster", "cert", "m3", "--dir", &out]).run().refused(1, "--renew");
+    let before = dir.read("out/m3/raft-cert.pem");
+    ctl(&["cluster", "cert", "m3", "--dir", &out, "--renew"]).run().expect(0);
+    assert_ne!(dir.read("out/m3/raft-cert.pem"), before);
+    let (peer, file) = (free_port(), |name: &str| dir.name(&format!("out/{name}")));
+    let flags = [
+        ("--raft-dir", dir.name("data-m3")),
+        ("--node-id", "m3".to_owned()),
+        ("--raft-addr", format!("127.0.0.1:{peer}")),
+        ("--raft-auth-token-file", file("m0/raft-token")),
+        ("--raft-tls-cert", file("m3/raft-cert.pem")),
+        ("--raft-tls-key", file("m3/raft-key.pem")),
+        ("--raft-tls-ca", file("m3/raft-ca.pem")),
+    ];
+    let flags: Vec<&str> = flags.iter().flat_map(|(flag, value)| [*flag, value]).collect();
+    let fourth = Server::start(&flags);
+    let (peer, clients) = (format!("127.0.0.1:{peer}"), fourth.address.to_string());
+    let add = ["cluster", "add", "m3", &peer, &clients, "--promote", "--reason", "a test"];
+    let added = ctl(&add)
+        .env("DFLOCKD_SERVERS", &address)
+        .env("DFLOCKD_AUTH_TOKEN_FILE", &file("m0/auth-token"))
+        .env("DFLOCKD_ADMIN_TOKEN_FILE", &file("m0/admin-token"));
+    added.run().expect(0);
+}
+
+#[test]
+fn a_new_cluster_without_certificates() {
+    let dir = Dir::new();
+    let out = dir.name("out");
+    ctl(&["cluster", "init", "--dir", &out, "--no-tls", "a=10.0.0.1", "b=10.0.0.2"])
+        .run()
+        .expect(0);
+    assert!(dir.read("out/a/dflockd.env").contains("DFLOCKD_RAFT_NO_TLS=true\n"));
+    assert!(!fs::exists(dir.name("out/raft-ca.pem")).unwrap());
+    ctl(&["cluster", "cert", "a", "--dir", &out]).run().refused(1, "no authority");
+    ctl(&["cluster", "cert", "../a", "--dir", &out]).run().refused(64, "node id");
+    ctl(&["cluster", "cert", "a", "b", "--dir", &out, "--new-authority"]).run().expect(0);
+    ctl(&["cluster", "cert", "a", "--dir", &out, "--new-authority"])
+        .run()
+        .refused(1, "File exists");
+    assert_eq!(dir.read("out/a/raft-ca.pem"), dir.read("out/b/raft-ca.pem"));
 }
 
 #[test]

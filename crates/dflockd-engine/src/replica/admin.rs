@@ -125,6 +125,7 @@ struct Asked {
 struct Proposed {
     origin: RaftId,
     id: u64,
+    request: AdminRequest,
     index: u64,
     term: u64,
     /// A change of the membership, which Raft may replace by nothing.
@@ -182,22 +183,31 @@ impl Admins {
         entry: &Entry,
         is_change: bool,
         machine: &Machine,
-    ) -> Vec<(RaftId, u64, AdminResult)> {
+    ) -> Vec<Decided> {
         let (index, term) = (entry.index, entry.term);
         let mut decided = Vec::new();
-        self.proposed.retain(|proposed| {
-            if proposed.index > index {
-                return true;
-            }
+        let all = std::mem::take(&mut self.proposed).into_iter();
+        let (over, left): (Vec<_>, Vec<_>) = all.partition(|proposed| proposed.index <= index);
+        self.proposed = left;
+        for proposed in over {
             let same = proposed.index == index && proposed.term == term;
             let has_version = proposed.version.is_none_or(|version| machine.version() >= version);
             let done = same && is_change == proposed.is_change && has_version;
             let refused = || Err("the cluster did not take the change; try again".to_owned());
-            decided.push((proposed.origin, proposed.id, if done { Ok(()) } else { refused() }));
-            false
-        });
+            let Proposed { origin, id, request, .. } = proposed;
+            let result = if done { Ok(()) } else { refused() };
+            decided.push(Decided { origin, id, request, result });
+        }
         decided
     }
+}
+
+/// A request that the leader has decided.
+pub(super) struct Decided {
+    origin: RaftId,
+    id: u64,
+    request: AdminRequest,
+    result: AdminResult,
 }
 
 /// What the leader makes of a request.
@@ -238,26 +248,20 @@ impl Replica {
             self.admins.forwarded(own, id, request);
         }
         for (origin, id, request) in std::mem::take(&mut self.admins.to_decide) {
-            match self.decide(request) {
-                Decision::Now(result) => self.answer_admin(origin, id, result, outputs),
-                Decision::At(index) => self.await_entry(origin, id, index, true, None),
-                Decision::Ordered(index) => self.await_entry(origin, id, index, false, None),
-                Decision::Raised(index, to) => self.await_entry(origin, id, index, false, Some(to)),
-                Decision::Later => {}
-            }
+            let (index, is_change, version) = match self.decide(request.clone()) {
+                Decision::Now(result) => {
+                    self.answer_admin(Decided { origin, id, request, result }, outputs);
+                    continue;
+                }
+                Decision::At(index) => (index, true, None),
+                Decision::Ordered(index) => (index, false, None),
+                Decision::Raised(index, to) => (index, false, Some(to)),
+                Decision::Later => continue,
+            };
+            let term = self.consensus.term();
+            let proposed = Proposed { origin, id, request, index, term, is_change, version };
+            self.admins.proposed.push(proposed);
         }
-    }
-
-    fn await_entry(
-        &mut self,
-        origin: RaftId,
-        id: u64,
-        index: u64,
-        is_change: bool,
-        version: Option<u32>,
-    ) {
-        let term = self.consensus.term();
-        self.admins.proposed.push(Proposed { origin, id, index, term, is_change, version });
     }
 
     /// Does what concerns this node alone; gives back what the leader has to decide.
@@ -321,13 +325,8 @@ impl Replica {
         }
     }
 
-    pub(super) fn answer_admin(
-        &mut self,
-        origin: RaftId,
-        id: u64,
-        result: AdminResult,
-        outputs: &mut Outputs,
-    ) {
+    pub(super) fn answer_admin(&mut self, decided: Decided, outputs: &mut Outputs) {
+        let Decided { origin, id, request, result } = decided;
         if origin == self.id() {
             if let Some(result) = self.admins.answered(id, result) {
                 self.queue.push(NodeEvent::Admin(id, result));
@@ -337,6 +336,7 @@ impl Replica {
         let reply = codec::pack(&result).into();
         let bytes = Frame::AdminReply { id, reply }.encode();
         outputs.frames.push(Outgoing { to: origin, bulk: false, bytes });
+        self.queue.push(NodeEvent::Decided { origin, request, done: result.is_ok() });
     }
 
     fn decide(&mut self, request: AdminRequest) -> Decision {
@@ -542,9 +542,13 @@ fn compare_policy(now: Option<&Policy>, from: &Policy, to: &Policy) -> Option<Ad
 
 #[cfg(test)]
 mod tests {
+    use bytes::Bytes;
     use dflockd_core::{Limits, LimitsV2};
+    use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
-    use super::super::types::AutoRelease;
+    use super::super::log::{Recovered, StoredSnapshot};
+    use super::super::types::{AutoRelease, Start};
+    use super::super::{RaftConfig, ReplicaConfig};
     use super::*;
 
     #[test]
@@ -558,6 +562,73 @@ mod tests {
         assert_eq!(compare_policy(Some(&with(2)), &with(1), &with(2)), Some(Ok(())), "once more");
         assert_eq!(compare_policy(Some(&with(3)), &with(1), &with(2)), changed());
         assert_eq!(compare_policy(None, &with(1), &with(2)), changed());
+    }
+
+    /// GUARANTEES 48: who was removed asks for nothing and sends no state any more, although its connection may still
+    /// be up for a moment.
+    #[test]
+    fn who_was_removed_is_not_listened_to() {
+        let member = |node: &str| Member {
+            node: node.into(),
+            peer_addr: format!("{node}:1"),
+            client_addr: format!("{node}:2"),
+            witness: false,
+            disk: None,
+        };
+        let members = BTreeMap::from([(1, member("a")), (3, member("c"))]);
+        let voters = members.keys().copied().collect();
+        let mut metadata = SnapshotMetadata { index: 1, term: 1, ..Default::default() };
+        metadata.set_conf_state(ConfState { voters, ..Default::default() });
+        let data = Machine::new([7; 16], members).snapshot().into();
+        let recovered = Recovered {
+            hard_state: HardState { term: 1, commit: 1, ..Default::default() },
+            notes: BTreeMap::new(),
+            snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
+            entries: Vec::new(),
+            cut: false,
+        };
+        let config = ReplicaConfig {
+            raft: RaftConfig { id: 1, election_ticks: 100, heartbeat_ticks: 10, seed: 1 },
+            witness: false,
+            policy: Policy {
+                limits: Limits::default(),
+                auto_release: AutoRelease::Clean,
+                orphan_ttl: Span::ZERO,
+            },
+            fence: 1,
+            seed: 1,
+            run: Run::new(1, 1),
+            start: Start { disk: 1, client_addr: "a:2".into(), version: 1, witness: false },
+            snapshot_entries: 1000,
+            snapshot_bytes: 1 << 20,
+        };
+        let mut replica = Replica::new(config, recovered, Timestamp(1)).unwrap();
+        let ask = |id| {
+            let request = codec::pack(&AdminRequest::Remove { node: "c".into() }).into();
+            Frame::Admin { id, request }.encode()
+        };
+        let piece = Frame::Chunk {
+            transfer: 1,
+            offset: 0,
+            total: 100,
+            digest: [0; 32],
+            keep_only: false,
+            header: Bytes::new(),
+            data: Bytes::from_static(b"piece"),
+        }
+        .encode();
+        // 2 was a member once, 0 has not said who it is, 9 is nobody yet.
+        for stranger in [2, 0, 9] {
+            replica.handle_frame(stranger, ask(stranger));
+            assert!(replica.admins.to_decide.is_empty(), "{stranger} was listened to");
+        }
+        replica.handle_frame(2, piece.clone());
+        assert!(!replica.transfers.is_coming(2));
+        replica.handle_frame(3, ask(3));
+        assert_eq!(replica.admins.to_decide.len(), 1, "a member may ask");
+        // One that was added by entries that are not here yet may lead by now.
+        replica.handle_frame(9, piece);
+        assert!(replica.transfers.is_coming(9));
     }
 
     /// What members say to each other has numbers, which may not change.

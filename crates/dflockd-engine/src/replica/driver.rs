@@ -159,6 +159,9 @@ pub(crate) async fn start(
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
         .await
         .map_err(|error| error.to_string())?;
+    if version::is_used(&recovered.entries, version::SEALED) {
+        transport.seal();
+    }
     let desk = Arc::new(Desk::new(log, disk.clone()));
     front.set_desk(&desk);
     let seats = Seats {
@@ -273,6 +276,12 @@ impl Handler for Gate {
         {
             front.gauges().connected.lock().remove(&peer);
             front.give(Input::Unreachable { peer, refused });
+        }
+    }
+
+    fn bad_frame(&self, _peer: u64, _lane: Lane) {
+        if let Some(front) = self.front.upgrade() {
+            front.gauges().bad_frames.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -618,6 +627,11 @@ impl Seats {
     /// The replica, once it is known who this node is.
     fn begin(&self, recovered: Recovered) -> Result<Option<Begun>, String> {
         let mut raft_id = self.gate.who.lock().raft_id;
+        if raft_id > Run::RAFT_ID_MAX {
+            return Err(format!(
+                "the data directory belongs to member {raft_id}, which can not be"
+            ));
+        }
         let mut first = None;
         while raft_id == 0 {
             let Some(mut inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
@@ -632,6 +646,15 @@ impl Seats {
                     && let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone())
                     && first.is_none()
                 {
+                    if !(1..=Run::RAFT_ID_MAX).contains(&message.to) {
+                        let to = message.to;
+                        tracing::warn!(
+                            from,
+                            to,
+                            "a peer calls this node by a number that no member has"
+                        );
+                        continue;
+                    }
                     raft_id = message.to;
                     first = Some((from, bytes));
                 }
@@ -677,6 +700,10 @@ impl Seats {
 
     /// Tells the transport whom there is to talk to.
     fn meet(&self, replica: &Replica) {
+        // Before anybody is dialed: who reads this version seals frames, too.
+        if replica.machine().version() >= version::SEALED {
+            self.transport.seal();
+        }
         self.dial(replica.machine().members());
         if let Some(policy) = replica.machine().policy()
             && self.front.view().policy.as_ref() != Some(policy)

@@ -216,6 +216,15 @@ pub enum NodeEvent {
     Job(u64, bool),
     /// What an admin asked for is done or refused.
     Admin(u64, AdminResult),
+    /// This node leads, and has decided what an admin asked of another member.
+    Decided {
+        /// The member that passed it on.
+        origin: RaftId,
+        /// What was asked for.
+        request: AdminRequest,
+        /// Whether it was done.
+        done: bool,
+    },
     /// The others gave this node up: all its connections are void, and it begins a new life.
     NewRun(Run),
     /// A received snapshot jumped over entries: pushes in them were never seen here.
@@ -589,6 +598,12 @@ impl Replica {
                 return;
             }
         };
+        // Its connection is about to be closed. A number that is not known is of a member that was added by entries
+        // which this node has not seen, and which may lead by now.
+        let was_removed = self.machine.was_removed(from) && !self.machine.members().is_empty();
+        if was_removed && from != 0 && !matches!(frame, Frame::Raft { .. }) {
+            return;
+        }
         self.heard.insert(from, self.now);
         match frame {
             Frame::Raft { time, message } => self.handle_message(from, time, message),
@@ -617,7 +632,9 @@ impl Replica {
                 }
             }
             Frame::Admin { id, request } => {
-                if let Ok(request) = codec::unpack::<AdminRequest>(&request) {
+                if self.machine.members().contains_key(&from)
+                    && let Ok(request) = codec::unpack::<AdminRequest>(&request)
+                {
                     self.admins.forwarded(from, id, request);
                 }
             }
@@ -1062,8 +1079,8 @@ impl Replica {
             self.handle_event(event);
         }
         self.events = events;
-        for (origin, id, result) in self.admins.applied(entry, change.is_some(), &self.machine) {
-            self.answer_admin(origin, id, result, outputs);
+        for decided in self.admins.applied(entry, change.is_some(), &self.machine) {
+            self.answer_admin(decided, outputs);
         }
         self.forget_applied();
         if self.wary && self.leader_commit > 0 && self.applied >= self.leader_commit {

@@ -150,6 +150,12 @@ impl Transfers {
         }
     }
 
+    /// Whether pieces of a snapshot have come from this member.
+    #[cfg(test)]
+    pub(super) fn is_coming(&self, from: RaftId) -> bool {
+        self.coming.contains_key(&from)
+    }
+
     /// A piece has come.
     #[expect(clippy::too_many_arguments, reason = "the fields of one frame")]
     pub(super) fn receive(

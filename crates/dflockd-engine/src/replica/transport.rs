@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Before the first frame both sides prove who they are: `handshake.rs` (the conversation, without
-//! sockets) and `credentials.rs` (what is proven, and how it is exchanged at run time). Behind it a
-//! frame is a length (u32, little-endian) and as many bytes.
+//! sockets) and `credentials.rs` (what is proven, and how it is exchanged at run time). Behind it come frames, inside
+//! TLS or sealed: `seal.rs`.
 //!
 //! A frame may get lost with its connection or when a queue is full, but what arrives over one
 //! connection arrives in order and without gaps.
@@ -27,20 +27,19 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
-use ring::rand::{SecureRandom, SystemRandom};
+use ring::rand::SystemRandom;
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use self::accept::{Strangers, Stream, accept};
 use self::dial::Sender;
-use self::handshake::{Nonce, is_node_id};
+use self::handshake::is_node_id;
 use self::outbox::Outbox;
 use crate::log_budget::LogBudget;
 
-pub use self::accept::{FrameTooLong, split_frame};
 pub use self::credentials::{CredentialError, Credentials, PeerTls, SECRET_BYTES_MIN, Secret};
-pub use self::handshake::{Identity, Lane};
+pub use self::handshake::{Identity, Lane, Version};
 
 mod accept;
 mod credentials;
@@ -48,6 +47,7 @@ mod dial;
 mod fresh;
 pub mod handshake;
 mod outbox;
+mod seal;
 #[cfg(test)]
 mod tests;
 
@@ -61,6 +61,9 @@ pub struct TransportConfig {
     pub listen: String,
     /// What to prove ourselves with.
     pub credentials: Credentials,
+    /// The newest version to speak without TLS. All but [`Version::Sealed`] stands for the program before, in tests of
+    /// upgrades.
+    pub version_max: Version,
     /// Times and sizes.
     pub limits: Limits,
 }
@@ -163,6 +166,10 @@ pub trait Handler: Send + Sync {
     /// `refused` says that the operating system there answers and nobody listens: the process is gone.
     fn unreachable(&self, peer: u64, lane: Lane, refused: bool);
 
+    /// A frame on a stream of this peer was refused, because the peer has not sent it so: somebody on the path has, or
+    /// a machine is broken. The stream ends.
+    fn bad_frame(&self, peer: u64, lane: Lane);
+
     /// A stream from this peer has ended, and not because we, or a newer stream of the peer, ended it.
     fn stream_lost(&self, peer: u64, lane: Lane);
 }
@@ -182,7 +189,7 @@ impl Transport {
         config: TransportConfig,
         handler: Arc<dyn Handler>,
     ) -> io::Result<Arc<Self>> {
-        let TransportConfig { listen, credentials, limits } = config;
+        let TransportConfig { listen, credentials, version_max, limits } = config;
         let node = handler.identity().node;
         if !is_node_id(&node) {
             return Err(io::Error::new(ErrorKind::InvalidInput, format!("no node id: {node:?}")));
@@ -196,11 +203,13 @@ impl Transport {
         let (state, watcher) = watch::channel(State {
             credentials: Arc::new(credentials),
             peers: Arc::new(Vec::new()),
+            sealed_only: false,
             stopping: false,
         });
         let shared = Arc::new(Shared {
             node,
             handler,
+            version_max,
             limits,
             random: SystemRandom::new(),
             strangers: Mutex::default(),
@@ -269,6 +278,13 @@ impl Transport {
         Ok(())
     }
 
+    /// From now on no frame goes over a connection without TLS unless it is sealed, and none is taken. What there is of
+    /// older connections is made again. To be called before [`Self::set_peers`] if it is known by then: members of an
+    /// older program are spoken to as they can until this is called.
+    pub fn seal(&self) {
+        self.state.send_if_modified(|state| !std::mem::replace(&mut state.sealed_only, true));
+    }
+
     /// Stops listening and ends all connections; what is queued is still written if it goes quickly.
     pub fn stop(&self) {
         let mut links = self.links.write();
@@ -310,6 +326,8 @@ impl Drop for Transport {
 struct State {
     credentials: Arc<Credentials>,
     peers: Arc<Vec<PeerAddress>>,
+    /// There is no member left that can do no better.
+    sealed_only: bool,
     stopping: bool,
 }
 
@@ -317,6 +335,7 @@ struct State {
 struct Shared {
     node: String,
     handler: Arc<dyn Handler>,
+    version_max: Version,
     limits: Limits,
     random: SystemRandom,
     /// Accepted and not authenticated yet.
@@ -337,13 +356,6 @@ struct Link {
 }
 
 impl Shared {
-    fn nonce(&self) -> io::Result<Nonce> {
-        let mut nonce = Nonce::default();
-        let filled = self.random.fill(&mut nonce);
-        filled.map_err(|_| io::Error::other("the operating system gives no random numbers"))?;
-        Ok(nonce)
-    }
-
     fn number(&self) -> u64 {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }

@@ -24,7 +24,7 @@ use raft::eraftpb::{Entry, EntryType};
 
 use super::codec;
 use super::log::Recovered;
-use super::machine;
+use super::{machine, transport};
 
 /// The newest version of which this program knows what it means.
 ///
@@ -34,6 +34,10 @@ use super::machine;
 /// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and in snapshots; the rules that go with them |
 pub const NEWEST: u32 = 2;
 
+/// The first version whose programs seal the frames between peers. A cluster that uses it has no other members, so its
+/// nodes speak no older version of the peer protocol without TLS.
+pub const SEALED: u32 = 2;
+
 /// For tests of upgrades, and for nothing else: the version up to which this process says it reads. One above
 /// [`NEWEST`] stands for the next program, whose forms are those of this one under the next number.
 pub const PRETENDED: &str = "DFLOCKD_CLUSTER_VERSION_MAX";
@@ -42,16 +46,28 @@ pub const PRETENDED: &str = "DFLOCKD_CLUSTER_VERSION_MAX";
 #[must_use]
 pub fn newest() -> u32 {
     static READS: OnceLock<u32> = OnceLock::new();
-    *READS.get_or_init(|| {
-        let pretended = std::env::var(PRETENDED).ok().and_then(|value| value.parse().ok());
-        match pretended.filter(|version| (1..=NEWEST + 1).contains(version)) {
-            Some(version) => {
-                tracing::warn!(version, "{PRETENDED} is set, which is for tests of upgrades only");
-                version
-            }
-            None => NEWEST,
+    *READS.get_or_init(|| match pretended() {
+        Some(version) => {
+            tracing::warn!(version, "{PRETENDED} is set, which is for tests of upgrades only");
+            version
         }
+        None => NEWEST,
     })
+}
+
+fn pretended() -> Option<u32> {
+    let version = std::env::var(PRETENDED).ok().and_then(|value| value.parse().ok());
+    version.filter(|version| (1..=NEWEST + 1).contains(version))
+}
+
+/// The newest version of the peer protocol to speak without TLS.
+#[must_use]
+pub fn peer_protocol() -> transport::Version {
+    // The programs that read no more than this did not seal frames.
+    match pretended() {
+        Some(version) if version < SEALED => transport::Version::Plain,
+        Some(_) | None => transport::Version::Sealed,
+    }
 }
 
 /// Says that something was written by a program that is newer than this one.
@@ -72,6 +88,12 @@ pub fn of_entry(entry: &Entry) -> Option<u8> {
     ours.first().copied()
 }
 
+/// Whether the log has an entry of this version or a newer one: then the cluster uses it, although this node may not
+/// have applied again what says so.
+pub(super) fn is_used(entries: &[Entry], version: u32) -> bool {
+    entries.iter().filter_map(of_entry).any(|of_entry| u32::from(of_entry) >= version)
+}
+
 /// Whether this program reads all that it finds in its data directory. To be asked before anything is written there.
 pub(super) fn check(recovered: &Recovered) -> Result<(), String> {
     if let Some(snapshot) = &recovered.snapshot {
@@ -84,4 +106,21 @@ pub(super) fn check(recovered: &Recovered) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// GUARANTEES 48: a node that is started again knows whether frames must be sealed before it dials anybody.
+    #[test]
+    fn entries_say_which_version_is_used() {
+        let entry = |data: &[u8]| Entry { data: data.to_vec().into(), ..Entry::default() };
+        let change = Entry { context: vec![2].into(), ..entry(&[]) };
+        let change = Entry { entry_type: EntryType::EntryConfChange, ..change };
+        assert!(!is_used(&[], SEALED));
+        assert!(!is_used(&[entry(&[1, 9]), entry(&[])], SEALED));
+        assert!(is_used(&[entry(&[1, 0]), entry(&[2, 0]), entry(&[])], SEALED));
+        assert!(is_used(&[entry(&[1]), change], SEALED));
+    }
 }

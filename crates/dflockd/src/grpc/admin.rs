@@ -151,7 +151,7 @@ fn told(record: &Record) -> AuditRecord {
     let mut told = AuditRecord {
         number: record.number,
         unix_ms: record.unix_ms,
-        door: door_name(record.door).to_owned(),
+        door: record.via.name().to_owned(),
         peer: record.peer.as_ref().to_owned(),
         what: record.deed.name().to_owned(),
         reason: record.reason.clone(),

@@ -23,7 +23,6 @@ use super::error::ApiError;
 use super::{Admin, App, Peer, Shared, fields};
 use crate::audit::{By, Deed, Record, whole};
 use crate::config::FollowerMode;
-use crate::metrics::door_name;
 use crate::operate::{self, is_address, is_node};
 
 /// How long a new member may take to catch up before the request ends.
@@ -347,10 +346,11 @@ struct AuditLook {
     number: Decimal,
     /// When, in milliseconds of Unix time, by the clock of this server.
     unix_ms: u64,
-    /// By which protocol: `line`, `http` or `grpc`.
+    /// By which protocol: `line`, `http` or `grpc`; `member` if it was asked of another member and this one, the leader,
+    /// decided it.
     #[schema(value_type = String, example = "http")]
     door: &'static str,
-    /// The address it was asked from.
+    /// The address it was asked from, or the member that passed it on.
     #[schema(value_type = String)]
     peer: std::sync::Arc<str>,
     /// `force-release`, `end-session`, `backup`, or the change of the cluster, such as `add`.
@@ -377,7 +377,7 @@ impl AuditLook {
         let mut look = Self {
             number: Decimal(record.number),
             unix_ms: record.unix_ms,
-            door: door_name(record.door),
+            door: record.via.name(),
             peer: record.peer.clone(),
             what: record.deed.name(),
             key: None,

@@ -208,6 +208,8 @@ metrics! {
         "How often this member saw another leader than before"
     RAFT_ELECTIONS Counter Cluster "dflockd_raft_elections_total" []
         "Elections in which this member stood"
+    RAFT_BAD_FRAMES Counter Cluster "dflockd_raft_bad_frames_total" []
+        "Frames on the peer port that the peer did not send so; each ended its connection"
     RAFT_TIME_LAG Gauge Cluster "dflockd_raft_time_lag_seconds" []
         "How long ago this member was told the cluster's time by a leader; 0 on the leader"
     RAFT_ADMIN_CHANGES Counter Cluster "dflockd_raft_admin_changes_total" ["op"]

@@ -22,6 +22,8 @@ mod operate;
 #[cfg(test)]
 mod partition;
 #[cfg(test)]
+mod peers;
+#[cfg(test)]
 mod policy;
 #[cfg(test)]
 mod proxy;

@@ -1,5 +1,6 @@
 //! The network between the members of a cluster: every connection between two of them goes through here, and each
-//! direction of each pair can be cut. What is cut says nothing: bytes wait, and come late when it is healed.
+//! direction of each pair can be cut. What is cut says nothing: bytes wait, and come late when it is healed. And
+//! somebody can send a frame of his own between two of a member's.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -22,6 +23,8 @@ pub(super) struct Proxy {
 struct Shared {
     /// Directions that are cut: from, to.
     cut: Mutex<BTreeSet<(usize, usize)>>,
+    /// What is to be sent between two frames: from, to, the frame with its length.
+    injected: Mutex<Option<((usize, usize), Vec<u8>)>>,
     stopped: AtomicBool,
 }
 
@@ -51,6 +54,18 @@ impl Proxy {
             self.cut(member, other);
             self.cut(other, member);
         }
+    }
+
+    /// Sends a frame as if it came from one member to another, once, on their connection for small frames.
+    pub(super) fn inject(&self, from: usize, to: usize, frame: &[u8]) {
+        let length = u32::try_from(frame.len()).unwrap().to_le_bytes();
+        let bytes = [&length[..], frame].concat();
+        *self.shared.injected.lock().unwrap() = Some(((from, to), bytes));
+    }
+
+    /// Whether it was sent.
+    pub(super) fn has_injected(&self) -> bool {
+        self.shared.injected.lock().unwrap().is_none()
     }
 
     /// All directions work again.
@@ -116,13 +131,55 @@ fn carry(
     acceptor.write_all(&hello)?;
     let (back_from, back_to) = (acceptor.try_clone()?, dialer.try_clone()?);
     let other = Arc::clone(shared);
-    let back = thread::spawn(move || pump(back_from, back_to, (to, from), &other));
-    pump(dialer, acceptor, (from, to), shared);
+    let back = thread::spawn(move || pump(back_from, back_to, (to, from), &other, None));
+    let mut frames = Frames::default();
+    frames.pass(&hello);
+    // Length, tag, magic, version and mode come before the lane.
+    let is_main = hello.get(16) == Some(&0);
+    pump(dialer, acceptor, (from, to), shared, is_main.then_some(frames));
     let _ = back.join();
     Ok(())
 }
 
-fn pump(mut source: TcpStream, mut sink: TcpStream, way: (usize, usize), shared: &Shared) {
+/// Where frames end in what one side sends: each message and each frame has its length before it.
+#[derive(Default)]
+struct Frames {
+    length: Vec<u8>,
+    left: usize,
+    ended: usize,
+}
+
+impl Frames {
+    /// Hello, proof and verdict come before the first frame.
+    const HANDSHAKE: usize = 3;
+
+    fn pass(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            if self.left > 0 {
+                self.left -= 1;
+            } else {
+                self.length.push(*byte);
+                let Ok(length) = <[u8; 4]>::try_from(&self.length[..]) else { continue };
+                self.length.clear();
+                self.left = usize::try_from(u32::from_le_bytes(length)).unwrap();
+            }
+            self.ended += usize::from(self.left == 0);
+        }
+    }
+
+    /// Whether the next byte is the first of a frame.
+    fn is_between(&self) -> bool {
+        self.left == 0 && self.length.is_empty() && self.ended > Self::HANDSHAKE
+    }
+}
+
+fn pump(
+    mut source: TcpStream,
+    mut sink: TcpStream,
+    way: (usize, usize),
+    shared: &Shared,
+    mut frames: Option<Frames>,
+) {
     let _ = source.set_read_timeout(Some(LOOK));
     let mut bytes = vec![0; 64 * 1024];
     while !shared.is_stopped() {
@@ -137,6 +194,17 @@ fn pump(mut source: TcpStream, mut sink: TcpStream, way: (usize, usize), shared:
         }
         if sink.write_all(&bytes[..count]).is_err() {
             break;
+        }
+        let Some(frames) = &mut frames else { continue };
+        frames.pass(&bytes[..count]);
+        let mut injected = shared.injected.lock().unwrap();
+        if frames.is_between()
+            && let Some((_, frame)) = injected.take_if(|(between, _)| *between == way)
+        {
+            drop(injected);
+            if sink.write_all(&frame).is_err() {
+                break;
+            }
         }
     }
     let _ = source.shutdown(Shutdown::Both);

@@ -7,16 +7,17 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::BytesMut;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use super::credentials::{Credentials, Proven, Role};
-use super::fresh::{Duplex, Fresh, NoConnection, prepare};
-use super::handshake::{self, Acceptor, Fault, Identity, Keys, Lane};
-use super::{FRAME_BYTES_MAX, PeerAddress, Shared, State};
+use super::fresh::{Duplex, Fresh, NoConnection, no_random, prepare};
+use super::handshake::{self, Acceptor, Fault, Identity, Keys, Lane, Version};
+use super::seal::{BadFrame, Framing, KeyShare};
+use super::{PeerAddress, Shared, State};
 use crate::address::AddressKey;
 
 /// What is asked of a socket at once.
@@ -134,6 +135,7 @@ struct Receiver {
 /// A connection that a peer dialed, ready for frames.
 struct Accepted {
     stream: Box<dyn Duplex>,
+    framing: Framing,
     proven: Proven,
     peer: Identity,
     lane: Lane,
@@ -181,8 +183,11 @@ impl Receiver {
             Some(tls) => Fresh::accept_tls(tcp, tls).await?,
         };
         let keys = Keys { secrets: &credentials.secrets, binding: fresh.binding };
-        let challenge = handshake::challenge(keys.mode(), self.shared.nonce()?);
-        let acceptor = Acceptor::new(keys, &fresh.read().await?, &challenge);
+        let hello = fresh.read().await?;
+        let version = self.version_for(&hello, credentials);
+        let share = KeyShare::draw(version, &self.shared.random).map_err(no_random)?;
+        let challenge = handshake::challenge(version, keys.mode(), share.nonce);
+        let acceptor = Acceptor::new(keys, version, &hello, &challenge);
         if acceptor.as_ref().err().is_none_or(Fault::is_difference_of_setup) {
             fresh.write(&challenge).await?;
         }
@@ -196,20 +201,33 @@ impl Receiver {
         let judged =
             acceptor.judge(&ours).and_then(|()| handler.admit(&peer).map_err(Fault::Refused));
         let refusal = judged.as_ref().err().map(ToString::to_string);
-        fresh.write(&acceptor.welcome(&ours, refusal.as_deref(), secret)).await?;
+        let welcome = acceptor.welcome(&ours, refusal.as_deref(), secret);
+        fresh.write(&welcome).await?;
         if judged.is_err() {
             let _ = fresh.stream.shutdown().await;
         }
         judged.map_err(|fault| format!("{}: {fault}", peer.node))?;
-        let verdict = fresh.read().await?;
-        handshake::check_verdict(&verdict).map_err(|fault| format!("{}: {fault}", peer.node))?;
+        let mut framing = acceptor.frames(share, &welcome, secret)?;
+        handshake::check_verdict(fresh.read().await?, &mut framing)
+            .map_err(|fault| format!("{}: {fault}", peer.node))?;
 
         let proven = Proven {
             role: Role::Dialer,
             secret: credentials.secrets.get(secret).cloned(),
             certificates: fresh.certificates,
+            is_sealed: !framing.is_plain(),
         };
-        Ok(Accepted { stream: fresh.stream, proven, peer, lane: acceptor.hello().lane })
+        Ok(Accepted { stream: fresh.stream, framing, proven, peer, lane: acceptor.hello().lane })
+    }
+
+    /// What to speak with somebody who begins like this.
+    fn version_for(&self, hello: &[u8], credentials: &Credentials) -> Version {
+        let older = handshake::version_of(hello) == Some(Version::Plain);
+        if credentials.tls.is_some() || older && !self.state.borrow().sealed_only {
+            Version::Plain
+        } else {
+            self.shared.version_max
+        }
     }
 
     /// Takes the place of an older stream of the same peer, and delivers frames to the end.
@@ -256,12 +274,12 @@ impl Receiver {
 
     /// Gives why the stream was lost; nothing if it was us who ended it.
     async fn deliver(&mut self, accepted: Accepted) -> Option<io::Error> {
-        let Accepted { mut stream, proven, peer, lane } = accepted;
+        let Accepted { mut stream, mut framing, proven, peer, lane } = accepted;
         let mut buffer = BytesMut::new();
         loop {
-            let wanted = match frame_length(&buffer) {
-                Ok(length) => length.map_or(4, |length| 4 + length).saturating_sub(buffer.len()),
-                Err(error) => return Some(io::Error::new(ErrorKind::InvalidData, error)),
+            let wanted = match framing.missing(&buffer) {
+                Ok(missing) => missing,
+                Err(bad) => return Some(self.bad_frame(&peer, lane, bad)),
             };
             buffer.reserve(wanted.max(READ_BYTES));
             let read = tokio::select! {
@@ -276,6 +294,7 @@ impl Receiver {
                     let keep = changed.is_ok()
                         && !state.stopping
                         && !removed
+                        && (proven.is_protected() || !state.sealed_only)
                         && state.credentials.still_accept(&proven);
                     if !keep {
                         return None;
@@ -293,44 +312,24 @@ impl Receiver {
                 Ok(_) => (),
                 Err(error) => return Some(error),
             }
-            while let Some(frame) = split_frame(&mut buffer).transpose() {
+            while let Some(frame) = framing.take(&mut buffer).transpose() {
                 match frame {
                     Ok(frame) => self.shared.handler.received(peer.raft_id, lane, frame),
-                    Err(error) => return Some(io::Error::new(ErrorKind::InvalidData, error)),
+                    Err(bad) => return Some(self.bad_frame(&peer, lane, bad)),
                 }
             }
         }
     }
-}
 
-/// Takes the next frame from what was read, if it is complete.
-pub fn split_frame(buffer: &mut BytesMut) -> Result<Option<Bytes>, FrameTooLong> {
-    let Some(length) = frame_length(buffer)? else { return Ok(None) };
-    if buffer.len() < 4 + length {
-        return Ok(None);
-    }
-    buffer.advance(4);
-    // A short frame that is kept for long must not keep a whole buffer.
-    if length <= READ_BYTES {
-        let frame = Bytes::copy_from_slice(&buffer[..length]);
-        buffer.advance(length);
-        Ok(Some(frame))
-    } else {
-        Ok(Some(buffer.split_to(length).freeze()))
-    }
-}
-
-/// A length prefix of more than [`FRAME_BYTES_MAX`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a frame of {0} bytes")]
-pub struct FrameTooLong(pub u32);
-
-/// The length of the frame at the beginning of `buffer`, once that is known.
-fn frame_length(buffer: &[u8]) -> Result<Option<usize>, FrameTooLong> {
-    let Some(prefix) = buffer.first_chunk() else { return Ok(None) };
-    let length = u32::from_le_bytes(*prefix);
-    match usize::try_from(length) {
-        Ok(bytes) if bytes <= FRAME_BYTES_MAX => Ok(Some(bytes)),
-        _ => Err(FrameTooLong(length)),
+    fn bad_frame(&self, peer: &Identity, lane: Lane, bad: BadFrame) -> io::Error {
+        self.shared.handler.bad_frame(peer.raft_id, lane);
+        let (node, from) = (&peer.node, self.from);
+        if let Some(suppressed) = self.shared.log.admit(from.ip(), "refused a frame") {
+            tracing::warn!(
+                node, %from, ?lane, suppressed, reason = %bad,
+                "refused a frame, the connection ends"
+            );
+        }
+        io::Error::new(ErrorKind::InvalidData, bad)
     }
 }

@@ -110,6 +110,15 @@ pub(super) struct Proven {
     pub(super) role: Role,
     pub(super) secret: Option<Secret>,
     pub(super) certificates: Option<Chain>,
+    /// Frames are sealed.
+    pub(super) is_sealed: bool,
+}
+
+impl Proven {
+    /// Whether somebody on the path can do no more than cut the connection.
+    pub(super) fn is_protected(&self) -> bool {
+        self.is_sealed || self.certificates.is_some()
+    }
 }
 
 /// The certificates of a node, its own first.

@@ -10,9 +10,10 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::credentials::{Credentials, Proven, Role};
-use super::fresh::{Duplex, Fresh, NoConnection, prepare};
-use super::handshake::{self, Dialer, Fault, Identity, Keys, Lane};
-use super::outbox::{Batch, Outbox};
+use super::fresh::{Duplex, Fresh, NoConnection, no_random, prepare};
+use super::handshake::{self, Dialer, Fault, Identity, Keys, Lane, Version};
+use super::outbox::{Batch, Line, Outbox};
+use super::seal::KeyShare;
 use super::{Limits, PeerAddress, Shared, State};
 
 /// How long a connection must have lived for its end to be a surprise, answered by dialing at once.
@@ -44,8 +45,7 @@ pub(super) struct Sender {
 /// A connection that we dialed, ready for frames.
 struct Dialed {
     stream: Box<dyn Duplex>,
-    /// The same socket, if there is nothing around it.
-    direct: Option<Arc<std::net::TcpStream>>,
+    line: Line,
     proven: Proven,
     /// Who we said we are.
     told: Identity,
@@ -132,12 +132,36 @@ impl Sender {
     }
 
     async fn dial(&self, credentials: &Credentials) -> Result<Dialed, NoConnection> {
+        // TLS protects the frames itself.
+        let version =
+            if credentials.tls.is_some() { Version::Plain } else { self.shared.version_max };
+        match self.dial_with(version, credentials).await {
+            Err(fault) if fault.older && version == Version::Sealed => {
+                if self.state.borrow().sealed_only {
+                    return Err(format!(
+                        "{}, and the cluster has left version 1 behind: an older server, or somebody on the path",
+                        fault.reason
+                    )
+                    .into());
+                }
+                // Nobody has proven that; but the cluster still has room for members of an older program.
+                self.dial_with(Version::Plain, credentials).await
+            }
+            dialed => dialed,
+        }
+    }
+
+    async fn dial_with(
+        &self,
+        version: Version,
+        credentials: &Credentials,
+    ) -> Result<Dialed, NoConnection> {
         let Limits { connect: connect_max, handshake: handshake_max, .. } = self.shared.limits;
         let tcp = timeout(connect_max, connect(&self.peer.address))
             .await
             .map_err(|_| "no answer to dialing in time".to_owned())??;
         prepare(&tcp, self.shared.limits.of(self.lane).stall);
-        timeout(handshake_max, self.shake(tcp, credentials))
+        timeout(handshake_max, self.shake(tcp, version, credentials))
             .await
             .map_err(|_| "no answer to the handshake in time".to_owned())?
     }
@@ -145,6 +169,7 @@ impl Sender {
     async fn shake(
         &self,
         tcp: TcpStream,
+        version: Version,
         credentials: &Credentials,
     ) -> Result<Dialed, NoConnection> {
         let Shared { handler, .. } = &*self.shared;
@@ -162,7 +187,8 @@ impl Sender {
 
         let told = handler.identity();
         let keys = Keys { secrets: &credentials.secrets, binding: fresh.binding };
-        let mut dialer = Dialer::new(keys, &told, target, self.lane, self.shared.nonce()?);
+        let share = KeyShare::draw(version, &self.shared.random).map_err(no_random)?;
+        let mut dialer = Dialer::new(keys, &told, target, self.lane, version, share.nonce);
         fresh.write(dialer.hello()).await?;
         let proof = dialer.prove(&fresh.read().await?)?;
         fresh.write(&proof).await?;
@@ -173,10 +199,11 @@ impl Sender {
         let judged = dialer
             .conclude(&welcome)
             .and_then(|theirs| handler.admit(&theirs).map_err(Fault::Refused));
+        let mut framing = dialer.frames(share, &welcome)?;
         match &judged {
-            Ok(()) => fresh.write(&handshake::verdict(None)).await?,
+            Ok(()) => fresh.write_framed(&handshake::verdict(None), &mut framing).await?,
             Err(Fault::Refused(reason)) => {
-                fresh.write(&handshake::verdict(Some(reason))).await?;
+                fresh.write_framed(&handshake::verdict(Some(reason)), &mut framing).await?;
                 // Lets the verdict out before the close; TLS has no other way to say that it ends.
                 let _ = fresh.stream.shutdown().await;
             }
@@ -187,8 +214,9 @@ impl Sender {
             role: Role::Acceptor,
             secret: credentials.secrets.first().cloned(),
             certificates: fresh.certificates,
+            is_sealed: !framing.is_plain(),
         };
-        Ok(Dialed { stream: fresh.stream, direct, proven, told })
+        Ok(Dialed { stream: fresh.stream, line: Line { framing, direct }, proven, told })
     }
 
     /// Sends what is queued until something ends it.
@@ -199,15 +227,16 @@ impl Sender {
     }
 
     async fn write_on(&mut self, dialed: Dialed) -> End {
-        let Dialed { stream, direct, proven, told } = dialed;
+        let Dialed { stream, line, proven, told } = dialed;
         let (mut reader, mut writer) = tokio::io::split(stream);
         let stall = self.shared.limits.of(self.lane).stall;
         let Self { shared, outbox, state, wanted, .. } = self;
+        let mut line = Some(line);
         let mut batch = Batch::default();
         let mut unexpected = [0];
         loop {
             if batch.is_done() {
-                batch = outbox.take(direct.as_ref());
+                batch = outbox.take(&mut line);
             }
             let lost = tokio::select! {
                 biased;
@@ -232,7 +261,7 @@ impl Sender {
         let farewell = async {
             batch.write(&mut writer, stall).await?;
             while !outbox.is_empty() {
-                outbox.take(None).write(&mut writer, stall).await?;
+                outbox.take(&mut line).write(&mut writer, stall).await?;
             }
             writer.shutdown().await
         };
@@ -253,9 +282,12 @@ async fn examine(
         if state.changed().await.is_err() {
             return End::Unwanted;
         }
-        let State { credentials, stopping, .. } = state.borrow_and_update().clone();
+        let State { credentials, stopping, sealed_only, .. } = state.borrow_and_update().clone();
         if stopping {
             return End::Unwanted;
+        }
+        if sealed_only && !proven.is_protected() {
+            return End::Renew("every frame is sealed from now on");
         }
         if !credentials.still_accept(proven) {
             return End::Renew("the credentials have changed");

@@ -4,6 +4,8 @@
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
+use bytes::BytesMut;
+use ring::error::Unspecified;
 use rustls::ConnectionCommon;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -11,7 +13,8 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::credentials::{Chain, PeerTls, any_server_name, common_name};
-use super::handshake::{self, Binding, Fault, Malformed};
+use super::handshake::{self, Binding, Fault, Malformed, Version};
+use super::seal::Framing;
 
 /// A TCP connection, or TLS over one.
 pub(super) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -76,9 +79,17 @@ impl Fresh {
     }
 
     pub(super) async fn write(&mut self, message: &[u8]) -> io::Result<()> {
-        let length: u32 = message.len().try_into().expect("messages of the handshake are short");
-        let mut bytes = length.to_le_bytes().to_vec();
-        bytes.extend_from_slice(message);
+        self.write_framed(message, &mut Framing::Plain).await
+    }
+
+    /// Writes the last message of the handshake, which is framed as what comes behind it.
+    pub(super) async fn write_framed(
+        &mut self,
+        message: &[u8],
+        framing: &mut Framing,
+    ) -> io::Result<()> {
+        let mut bytes = BytesMut::new();
+        framing.put(message, &mut bytes);
         self.stream.write_all(&bytes).await?;
         self.stream.flush().await
     }
@@ -98,17 +109,20 @@ pub(super) struct NoConnection {
     pub(super) refused: bool,
     /// Not worth a warning: somebody came and went without a word.
     pub(super) dull: bool,
+    /// Somebody there says that he knows the version without seals only.
+    pub(super) older: bool,
 }
 
 impl From<String> for NoConnection {
     fn from(reason: String) -> Self {
-        Self { reason, refused: false, dull: false }
+        Self { reason, refused: false, dull: false, older: false }
     }
 }
 
 impl From<Fault> for NoConnection {
     fn from(fault: Fault) -> Self {
-        fault.to_string().into()
+        let older = matches!(fault, Fault::Version { theirs: Version::Plain, .. });
+        Self { older, ..fault.to_string().into() }
     }
 }
 
@@ -117,7 +131,7 @@ impl From<io::Error> for NoConnection {
         let closed = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset, ErrorKind::BrokenPipe];
         if closed.contains(&error.kind()) {
             let reason = "closed by the other side during the handshake".to_owned();
-            return Self { reason, refused: false, dull: true };
+            return Self { dull: true, ..reason.into() };
         }
         error.to_string().into()
     }
@@ -135,6 +149,10 @@ pub(super) fn prepare(tcp: &TcpStream, stall: Duration) {
         // It only means that a lost host is noticed later.
         tracing::debug!(%error, "a peer socket does not take its options");
     }
+}
+
+pub(super) fn no_random(_: Unspecified) -> NoConnection {
+    "the operating system gives no random numbers".to_owned().into()
 }
 
 fn tls_fault(error: io::Error) -> NoConnection {

@@ -14,6 +14,13 @@
 //!   frames ...                                 ->
 //! ```
 //!
+//! There are two [`Version`]s, which differ in what comes behind them. With TLS it is version 1: TLS protects the
+//! frames. Without TLS it is version 2: the nonces are X25519 public keys, and the verdict and all frames are sealed
+//! with a key from both of them and the shared secret (`seal.rs`). A program that knows version 1 only sends its frames
+//! unprotected without TLS, so version 1 is spoken without TLS only with such members, and only until the cluster has
+//! left their version behind: from then on neither side falls back, whatever it is told. The version is under every
+//! MAC, so nobody on the path can make two sides use version 1 of which one refuses it.
+//!
 //! The dialer proves itself first, so that a stranger learns nothing but the version, the mode and a
 //! nonce: neither the name nor the cluster of the node, and no reason for the close. Why it does not
 //! work:
@@ -22,22 +29,37 @@
 //! - *Reflection*: the two directions have different labels, and a proof covers the node that was
 //!   meant; a proof obtained from a node names somebody else as its target, and is refused there.
 //! - *Relay through another TLS session*: with TLS every MAC covers a value exported from the session.
-//!
-//! Without TLS, whoever can change packets on the path can still take over a connection after the
-//! handshake. Against that there is TLS.
+//! - *Taking over after the handshake*: TLS or the seals end the connection at the first byte that is not the peer's.
 //!
 //! [`parse`] takes any bytes and is the only parser.
 
-use ring::hmac;
+use ring::{digest, hmac};
 use thiserror::Error;
 
 use super::credentials::Secret;
+use super::seal::{Framing, KeyShare};
 
-/// The version of this handshake and of the framing behind it.
+/// A version of this handshake and of the framing behind it.
 ///
 /// Both sides must speak the same one. A later version keeps tag, magic and version of [`Hello`] and
 /// [`Challenge`] where they are, so that each side can tell the other's version.
-pub const VERSION: u16 = 1;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// Frames as they are. The one for TLS; without TLS for members that know no other.
+    Plain,
+    /// Sealed frames, for connections without TLS.
+    Sealed,
+}
+
+impl Version {
+    /// Its number in a message.
+    pub fn number(self) -> u16 {
+        match self {
+            Self::Plain => 1,
+            Self::Sealed => 2,
+        }
+    }
+}
 
 /// What one side may say in all before it is authenticated, length prefixes included.
 pub const BYTES_MAX: usize = 1024;
@@ -61,6 +83,7 @@ const MAC_BYTES: usize = 32;
 // Neither is the beginning of the other, so what follows them cannot be mistaken.
 const LABEL_DIALER: &[u8] = b"dflockd peer 1 dialer\0";
 const LABEL_ACCEPTOR: &[u8] = b"dflockd peer 1 acceptor\0";
+const LABEL_FRAMES: &[u8] = b"dflockd peer 2 frames of the dialer\0";
 
 /// A number that is used once.
 pub type Nonce = [u8; 32];
@@ -161,6 +184,8 @@ pub enum Message {
 /// The dialer says who it is and whom it wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
+    /// What the dialer wants to speak.
+    pub version: Version,
     /// How the dialer is set up.
     pub mode: Mode,
     /// What the connection is for.
@@ -176,6 +201,8 @@ pub struct Hello {
 /// The acceptor asks for a proof.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Challenge {
+    /// What the acceptor speaks with this dialer.
+    pub version: Version,
     /// How the acceptor is set up.
     pub mode: Mode,
     /// The acceptor's nonce.
@@ -196,8 +223,8 @@ pub struct Welcome {
 /// Why bytes are not a message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Malformed {
-    /// The other side speaks another version.
-    #[error("it speaks version {0} of the peer protocol, this node version {VERSION}")]
+    /// The other side speaks a version that this program does not know.
+    #[error("it speaks version {0} of the peer protocol, this node versions 1 and 2")]
     Version(u16),
     /// The first bytes of a TLS connection.
     #[error("it speaks TLS, and this node is not set up for it")]
@@ -214,6 +241,17 @@ pub(super) enum Fault {
     Malformed(#[from] Malformed),
     #[error("{0} was expected")]
     Unexpected(&'static str),
+    #[error(
+        "it speaks version {} of the peer protocol, this node version {} with it",
+        .theirs.number(),
+        .ours.number()
+    )]
+    Version { theirs: Version, ours: Version },
+    /// The other side has sent what can not be the other half of a key.
+    #[error("no key for the frames can be made with it")]
+    NoKey,
+    #[error("its last message was changed on the way")]
+    Changed,
     #[error("it is set up for {}, this node for {}", .theirs.describe(), .ours.describe())]
     Mode { theirs: Mode, ours: Mode },
     #[error("{0} has another shared secret")]
@@ -230,7 +268,10 @@ impl Fault {
     /// Whether the acceptor still sends its challenge, so that the dialer's log can tell what differs.
     /// It says nothing that a well-formed hello would not be told.
     pub(super) fn is_difference_of_setup(&self) -> bool {
-        matches!(self, Self::Malformed(Malformed::Version(_)) | Self::Mode { .. })
+        matches!(
+            self,
+            Self::Malformed(Malformed::Version(_)) | Self::Version { .. } | Self::Mode { .. }
+        )
     }
 }
 
@@ -277,6 +318,19 @@ impl Keys<'_> {
         tag.as_ref().try_into().expect("HMAC-SHA-256 gives 32 bytes")
     }
 
+    /// How frames go behind a handshake in which all this was said, made with the secret of this index.
+    fn frames(
+        &self,
+        index: usize,
+        share: KeyShare,
+        theirs: &Nonce,
+        parts: &[&[u8]],
+    ) -> Result<Framing, Fault> {
+        let secret = self.secrets.get(index).map_or(&[][..], Secret::bytes);
+        let said = digest::digest(&digest::SHA256, &self.text(LABEL_FRAMES, parts));
+        share.agree(theirs, secret, said.as_ref()).map_err(|_| Fault::NoKey)
+    }
+
     /// Which key made `mac`, if any of ours did.
     fn verify(&self, label: &[u8], parts: &[&[u8]], mac: &[u8]) -> Option<usize> {
         let text = self.text(label, parts);
@@ -288,10 +342,13 @@ impl Keys<'_> {
 /// The side that speaks first.
 pub(super) struct Dialer<'a> {
     keys: Keys<'a>,
+    version: Version,
     ours: &'a Identity,
     target: &'a str,
     hello: Vec<u8>,
     challenge: Vec<u8>,
+    /// Of the acceptor.
+    nonce: Nonce,
 }
 
 impl<'a> Dialer<'a> {
@@ -300,12 +357,14 @@ impl<'a> Dialer<'a> {
         ours: &'a Identity,
         target: &'a str,
         lane: Lane,
+        version: Version,
         nonce: Nonce,
     ) -> Self {
         let (identity, mode) = (ours.clone(), keys.mode());
-        let hello = Hello { mode, lane, nonce, identity, target: target.to_owned() };
+        let hello = Hello { version, mode, lane, nonce, identity, target: target.to_owned() };
         let hello = Message::Hello(hello).print();
-        Self { keys, ours, target, hello, challenge: Vec::new() }
+        let (challenge, nonce) = (Vec::new(), Nonce::default());
+        Self { keys, version, ours, target, hello, challenge, nonce }
     }
 
     pub(super) fn hello(&self) -> &[u8] {
@@ -314,13 +373,17 @@ impl<'a> Dialer<'a> {
 
     /// Takes the challenge, gives the proof.
     pub(super) fn prove(&mut self, challenge: &[u8]) -> Result<Vec<u8>, Fault> {
-        let Message::Challenge(Challenge { mode, .. }) = parse(challenge)? else {
+        let Message::Challenge(Challenge { version, mode, nonce }) = parse(challenge)? else {
             return Err(Fault::Unexpected("a challenge"));
         };
         if mode != self.keys.mode() {
             return Err(Fault::Mode { theirs: mode, ours: self.keys.mode() });
         }
+        if version != self.version {
+            return Err(Fault::Version { theirs: version, ours: self.version });
+        }
         self.challenge = challenge.to_vec();
+        self.nonce = nonce;
         let mac = self.keys.sign(0, LABEL_DIALER, &[&self.hello, &self.challenge]);
         Ok(Message::Proof { mac }.print())
     }
@@ -348,6 +411,11 @@ impl<'a> Dialer<'a> {
         same_cluster(self.ours, &theirs)?;
         Ok(theirs)
     }
+
+    /// How the verdict and frames go, after a welcome that [`Self::conclude`] did not call false.
+    pub(super) fn frames(&self, share: KeyShare, welcome: &[u8]) -> Result<Framing, Fault> {
+        self.keys.frames(0, share, &self.nonce, &[&self.hello, &self.challenge, welcome])
+    }
 }
 
 /// The side that listens first.
@@ -359,14 +427,22 @@ pub(super) struct Acceptor<'a> {
 }
 
 impl<'a> Acceptor<'a> {
-    /// Takes the hello. `challenge` (see [`challenge`]) is to be sent then, and also if the fault
-    /// [is a difference of set-up](Fault::is_difference_of_setup).
-    pub(super) fn new(keys: Keys<'a>, bytes: &[u8], challenge: &[u8]) -> Result<Self, Fault> {
+    /// Takes the hello. `challenge` (see [`challenge`]), which was made for this version, is to be sent then, and also
+    /// if the fault [is a difference of set-up](Fault::is_difference_of_setup).
+    pub(super) fn new(
+        keys: Keys<'a>,
+        version: Version,
+        bytes: &[u8],
+        challenge: &[u8],
+    ) -> Result<Self, Fault> {
         let Message::Hello(hello) = parse(bytes)? else {
             return Err(Fault::Unexpected("a hello"));
         };
         if hello.mode != keys.mode() {
             return Err(Fault::Mode { theirs: hello.mode, ours: keys.mode() });
+        }
+        if hello.version != version {
+            return Err(Fault::Version { theirs: hello.version, ours: version });
         }
         Ok(Self { keys, hello_bytes: bytes.to_vec(), hello, challenge: challenge.to_vec() })
     }
@@ -414,11 +490,30 @@ impl<'a> Acceptor<'a> {
         bytes[said..].copy_from_slice(&mac);
         bytes
     }
+
+    /// How the verdict and frames come, after this welcome, made with the secret of this index.
+    pub(super) fn frames(
+        &self,
+        share: KeyShare,
+        welcome: &[u8],
+        secret: usize,
+    ) -> Result<Framing, Fault> {
+        let parts: [&[u8]; 3] = [&self.hello_bytes, &self.challenge, welcome];
+        self.keys.frames(secret, share, &self.hello.nonce, &parts)
+    }
+}
+
+/// The version that a hello asks for, if this program knows it.
+pub(super) fn version_of(hello: &[u8]) -> Option<Version> {
+    match parse(hello) {
+        Ok(Message::Hello(hello)) => Some(hello.version),
+        _ => None,
+    }
 }
 
 /// The acceptor's first message.
-pub(super) fn challenge(mode: Mode, nonce: Nonce) -> Vec<u8> {
-    Message::Challenge(Challenge { mode, nonce }).print()
+pub(super) fn challenge(version: Version, mode: Mode, nonce: Nonce) -> Vec<u8> {
+    Message::Challenge(Challenge { version, mode, nonce }).print()
 }
 
 /// The dialer's last message.
@@ -427,8 +522,9 @@ pub(super) fn verdict(refusal: Option<&str>) -> Vec<u8> {
 }
 
 /// Takes the dialer's last message.
-pub(super) fn check_verdict(bytes: &[u8]) -> Result<(), Fault> {
-    match parse(bytes)? {
+pub(super) fn check_verdict(mut bytes: Vec<u8>, framing: &mut Framing) -> Result<(), Fault> {
+    framing.open(&mut bytes).map_err(|_| Fault::Changed)?;
+    match parse(&bytes)? {
         Message::Verdict { refusal: None } => Ok(()),
         Message::Verdict { refusal: Some(reason) } => Err(Fault::RefusedByPeer(reason)),
         Message::Hello(_) | Message::Challenge(_) | Message::Proof { .. } | Message::Welcome(_) => {
@@ -472,8 +568,9 @@ pub fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
     let mut input = Input(bytes);
     let message = match input.u8()? {
         TAG_HELLO => {
-            input.preamble()?;
+            let version = input.preamble()?;
             Message::Hello(Hello {
+                version,
                 mode: input.mode()?,
                 lane: input.lane()?,
                 nonce: input.array()?,
@@ -482,8 +579,8 @@ pub fn parse(bytes: &[u8]) -> Result<Message, Malformed> {
             })
         }
         TAG_CHALLENGE => {
-            input.preamble()?;
-            Message::Challenge(Challenge { mode: input.mode()?, nonce: input.array()? })
+            let version = input.preamble()?;
+            Message::Challenge(Challenge { version, mode: input.mode()?, nonce: input.array()? })
         }
         TAG_PROOF => Message::Proof { mac: input.array()? },
         TAG_WELCOME => Message::Welcome(Welcome {
@@ -525,14 +622,14 @@ impl<'a> Input<'a> {
         }
     }
 
-    fn preamble(&mut self) -> Result<(), Malformed> {
+    fn preamble(&mut self) -> Result<Version, Malformed> {
         if self.array()? != MAGIC {
             return Err(Malformed::Field("wrong magic"));
         }
-        match u16::from_le_bytes(self.array()?) {
-            VERSION => Ok(()),
-            other => Err(Malformed::Version(other)),
-        }
+        let number = u16::from_le_bytes(self.array()?);
+        let version =
+            [Version::Plain, Version::Sealed].into_iter().find(|it| it.number() == number);
+        version.ok_or(Malformed::Version(number))
     }
 
     fn mode(&mut self) -> Result<Mode, Malformed> {
@@ -589,15 +686,15 @@ impl Message {
     pub fn print(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(256);
         match self {
-            Self::Hello(Hello { mode, lane, nonce, identity, target }) => {
-                preamble(TAG_HELLO, &mut out);
+            Self::Hello(Hello { version, mode, lane, nonce, identity, target }) => {
+                preamble(TAG_HELLO, *version, &mut out);
                 out.extend_from_slice(&[mode.code(), lane.code()]);
                 out.extend_from_slice(nonce);
                 identity.print(&mut out);
                 print_node(target, &mut out);
             }
-            Self::Challenge(Challenge { mode, nonce }) => {
-                preamble(TAG_CHALLENGE, &mut out);
+            Self::Challenge(Challenge { version, mode, nonce }) => {
+                preamble(TAG_CHALLENGE, *version, &mut out);
                 out.push(mode.code());
                 out.extend_from_slice(nonce);
             }
@@ -632,10 +729,10 @@ impl Identity {
     }
 }
 
-fn preamble(tag: u8, out: &mut Vec<u8>) {
+fn preamble(tag: u8, version: Version, out: &mut Vec<u8>) {
     out.push(tag);
     out.extend_from_slice(&MAGIC);
-    out.extend_from_slice(&VERSION.to_le_bytes());
+    out.extend_from_slice(&version.number().to_le_bytes());
 }
 
 fn print_node(node: &str, out: &mut Vec<u8>) {

@@ -1,4 +1,7 @@
 //! The queue of a lane, and how frames get from there into a socket.
+//!
+//! Sealed frames are numbered in the order in which they are written, so one place at a time has the [`Line`] with the
+//! numbers: the task behind the connection, or the queue while that task has nothing to write.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -6,13 +9,14 @@ use std::io::{self, ErrorKind, IoSlice};
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Buf, BufMut, Bytes, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use parking_lot::Mutex;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::LaneLimits;
+use super::seal::Framing;
 
 /// What is taken from a queue at once, unless a single frame is longer.
 const BATCH_BYTES: usize = 1 << 20;
@@ -37,11 +41,18 @@ struct Queue {
     frames: VecDeque<Bytes>,
     /// The sum of their lengths.
     bytes: usize,
-    /// The socket, while all that was taken from here is written: then a small frame goes there without the detour over
-    /// another thread.
-    direct: Option<Arc<std::net::TcpStream>>,
+    /// The connection, while all that was taken from here is written: then a small frame goes to its socket without the
+    /// detour over another thread.
+    lent: Option<Line>,
     /// What the socket did not take of such a frame.
     rest: Option<Bytes>,
+}
+
+/// A connection as frames see it.
+pub(super) struct Line {
+    pub(super) framing: Framing,
+    /// The socket, if there is nothing around it.
+    pub(super) direct: Option<Arc<std::net::TcpStream>>,
 }
 
 impl Outbox {
@@ -68,13 +79,19 @@ impl Outbox {
         true
     }
 
-    /// What is to be written next. If that is nothing, frames may go to `idle`, the socket.
-    pub(super) fn take(&self, idle: Option<&Arc<std::net::TcpStream>>) -> Batch {
+    /// What is to be written next. If that is nothing, frames may go to the socket of `line`, which is lent to the queue
+    /// then: `line` is empty until the next call gets it back.
+    pub(super) fn take(&self, line: &mut Option<Line>) -> Batch {
         let mut queue = self.queue.lock();
-        queue.direct = None;
-        let Queue { frames, bytes, rest, direct } = &mut *queue;
+        let Queue { frames, bytes, rest, lent } = &mut *queue;
+        if lent.is_some() {
+            *line = lent.take();
+        }
         if frames.is_empty() && rest.is_none() {
-            *direct = idle.cloned();
+            if line.as_ref().is_some_and(|line| line.direct.is_some()) {
+                *lent = line.take();
+            }
+            return Batch::default();
         }
         let rest = rest.take();
         let (mut count, mut sum) = (0, 0);
@@ -87,7 +104,8 @@ impl Outbox {
         *bytes -= sum;
         let taken = frames.drain(..count).collect::<Vec<_>>();
         drop(queue);
-        Batch::new(rest, taken)
+        let line = line.as_mut().expect("it is lent only while there is nothing to write");
+        Batch::new(rest, taken, &mut line.framing)
     }
 
     pub(super) fn clear(&self) {
@@ -108,26 +126,24 @@ impl Outbox {
     /// The connection is gone.
     pub(super) fn disconnect(&self) {
         let mut queue = self.queue.lock();
-        (queue.direct, queue.rest) = (None, None);
+        (queue.lent, queue.rest) = (None, None);
     }
 }
 
 impl Queue {
     /// True: the frame is in the socket, or the socket's next task.
     fn write(&mut self, frame: &Bytes) -> bool {
-        let Some(socket) = &self.direct else { return false };
+        let Some(Line { framing, direct: Some(socket) }) = &mut self.lent else { return false };
         if frame.len() > COALESCE_BYTES || self.rest.is_some() || !self.frames.is_empty() {
             return false;
         }
-        let mut bytes = BytesMut::with_capacity(4 + frame.len());
-        bytes.put_u32_le(frame.len().try_into().expect("small"));
-        bytes.extend_from_slice(frame);
+        let mut bytes = BytesMut::new();
+        framing.put(frame, &mut bytes);
         // If the socket is broken, the task behind it finds out.
         let written = io::Write::write(&mut &**socket, &bytes).unwrap_or(0);
         bytes.advance(written);
         if !bytes.is_empty() {
             self.rest = Some(bytes.freeze());
-            self.direct = None;
         }
         true
     }
@@ -143,16 +159,24 @@ pub(super) struct Batch {
 
 impl Batch {
     /// The rest of a frame that is under way, then frames.
-    pub(super) fn new(rest: Option<Bytes>, frames: Vec<Bytes>) -> Self {
+    pub(super) fn new(rest: Option<Bytes>, frames: Vec<Bytes>, framing: &mut Framing) -> Self {
         let mut chunks = VecDeque::from_iter(rest);
         let mut small = BytesMut::new();
         for frame in frames {
-            small.put_u32_le(frame.len().try_into().expect("frames have at most 64 MiB"));
             if frame.len() <= COALESCE_BYTES {
-                small.extend_from_slice(&frame);
-            } else {
+                framing.put(&frame, &mut small);
+            } else if framing.is_plain() {
+                Framing::put_length(frame.len(), &mut small);
                 chunks.push_back(small.split().freeze());
                 chunks.push_back(frame);
+            } else {
+                // Copied once, into a buffer of its own: growing the common one would copy it again.
+                if !small.is_empty() {
+                    chunks.push_back(small.split().freeze());
+                }
+                let mut large = BytesMut::new();
+                framing.put(&frame, &mut large);
+                chunks.push_back(large.freeze());
             }
         }
         if !small.is_empty() {

@@ -22,8 +22,11 @@ use super::dial::connect;
 use super::fresh::{Fresh, NoConnection};
 use super::handshake::{Acceptor, Challenge, Dialer, Hello, Keys, Message, Mode, Welcome, parse};
 use super::outbox::{Batch, COALESCE_BYTES};
+use super::seal::{BadFrame, Framing, KeyShare, TAG_BYTES};
 use super::*;
 use crate::address::AddressKey;
+
+mod path;
 
 /// Longer than anything takes, even on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -81,6 +84,7 @@ struct Seen {
     unreachable: u32,
     refused: u32,
     lost: u32,
+    bad: u32,
 }
 
 impl Handler for Recorder {
@@ -114,6 +118,10 @@ impl Handler for Recorder {
         seen.refused += u32::from(refused);
     }
 
+    fn bad_frame(&self, _: u64, _: Lane) {
+        self.seen.lock().bad += 1;
+    }
+
     fn stream_lost(&self, _: u64, _: Lane) {
         self.seen.lock().lost += 1;
     }
@@ -136,7 +144,8 @@ impl Node {
         change: impl FnOnce(&mut (TransportConfig, Identity)),
     ) -> Self {
         let listen = "127.0.0.1:0".to_owned();
-        let config = TransportConfig { listen, credentials, limits: Limits::default() };
+        let limits = Limits::default();
+        let config = TransportConfig { listen, credentials, version_max: Version::Sealed, limits };
         let mut parts = (config, identity(name));
         change(&mut parts);
         let (config, identity) = parts;
@@ -318,46 +327,112 @@ fn named(names: &[&str]) -> CertificateParams {
     params
 }
 
-/// A dialer made by hand: the handshake up to the proof.
+/// What a side without TLS speaks, unless it is told otherwise.
+fn usual(credentials: &Credentials) -> Version {
+    if credentials.tls.is_some() { Version::Plain } else { Version::Sealed }
+}
+
+fn share(version: Version) -> KeyShare {
+    KeyShare::draw(version, &SystemRandom::new()).unwrap()
+}
+
+/// A dialer made by hand: the handshake up to the verdict.
 async fn raw_dial(
     to: &Node,
     credentials: &Credentials,
     ours: &Identity,
     lane: Lane,
-) -> Result<Fresh, NoConnection> {
+) -> Result<Raw, NoConnection> {
+    raw_dial_with(usual(credentials), to, credentials, ours, lane).await
+}
+
+async fn raw_dial_with(
+    version: Version,
+    to: &Node,
+    credentials: &Credentials,
+    ours: &Identity,
+    lane: Lane,
+) -> Result<Raw, NoConnection> {
     let tcp = TcpStream::connect(to.transport.local_addr()).await?;
     let mut fresh = match &credentials.tls {
         None => Fresh::plain(tcp),
         Some(tls) => Fresh::dial_tls(tcp, tls).await?,
     };
     let keys = Keys { secrets: &credentials.secrets, binding: fresh.binding };
-    let mut dialer = Dialer::new(keys, ours, &to.name, lane, [5; 32]);
+    let share = share(version);
+    let mut dialer = Dialer::new(keys, ours, &to.name, lane, version, share.nonce);
     fresh.write(dialer.hello()).await?;
     let proof = dialer.prove(&fresh.read().await?)?;
     fresh.write(&proof).await?;
-    dialer.conclude(&fresh.read().await?)?;
-    Ok(fresh)
+    let welcome = fresh.read().await?;
+    dialer.conclude(&welcome)?;
+    let framing = dialer.frames(share, &welcome)?;
+    Ok(Raw { fresh, framing })
 }
 
-async fn raw_member(to: &Node, credentials: &Credentials, ours: &Identity, lane: Lane) -> Fresh {
-    let fresh = raw_dial(to, credentials, ours, lane).await;
-    let mut fresh = fresh.unwrap_or_else(|fault| panic!("{}", fault.reason));
-    fresh.write(&handshake::verdict(None)).await.unwrap();
-    fresh
+/// A connection made by hand, with the handshake done.
+struct Raw {
+    fresh: Fresh,
+    framing: Framing,
+}
+
+impl Raw {
+    async fn send(&mut self, frame: &[u8]) {
+        self.fresh.write_framed(frame, &mut self.framing).await.unwrap();
+    }
+
+    async fn get(&mut self) -> Vec<u8> {
+        self.fresh.input_left = 4000;
+        let mut message = get(&mut self.fresh).await;
+        self.framing.open(&mut message).unwrap();
+        message
+    }
+}
+
+async fn raw_member(to: &Node, credentials: &Credentials, ours: &Identity, lane: Lane) -> Raw {
+    raw_member_with(usual(credentials), to, credentials, ours, lane).await
+}
+
+async fn raw_member_with(
+    version: Version,
+    to: &Node,
+    credentials: &Credentials,
+    ours: &Identity,
+    lane: Lane,
+) -> Raw {
+    let raw = raw_dial_with(version, to, credentials, ours, lane).await;
+    let mut raw = raw.unwrap_or_else(|fault| panic!("{}", fault.reason));
+    raw.send(&handshake::verdict(None)).await;
+    raw
 }
 
 /// An acceptor made by hand, which then does nothing.
-async fn raw_accept(listener: &TcpListener, credentials: &Credentials, ours: &Identity) -> Fresh {
+async fn raw_accept(listener: &TcpListener, credentials: &Credentials, ours: &Identity) -> Raw {
+    let (mut raw, verdict) = raw_judged(listener, credentials, ours).await;
+    handshake::check_verdict(verdict, &mut raw.framing).unwrap();
+    raw
+}
+
+/// The same up to the verdict.
+async fn raw_judged(
+    listener: &TcpListener,
+    credentials: &Credentials,
+    ours: &Identity,
+) -> (Raw, Vec<u8>) {
     let (tcp, _) = listener.accept().await.unwrap();
     let mut fresh = Fresh::plain(tcp);
     let keys = Keys { secrets: &credentials.secrets, binding: None };
-    let challenge = handshake::challenge(keys.mode(), [6; 32]);
-    let acceptor = Acceptor::new(keys, &get(&mut fresh).await, &challenge).unwrap();
+    let share = share(Version::Sealed);
+    let challenge = handshake::challenge(Version::Sealed, keys.mode(), share.nonce);
+    let hello = get(&mut fresh).await;
+    let acceptor = Acceptor::new(keys, Version::Sealed, &hello, &challenge).unwrap();
     fresh.write(&challenge).await.unwrap();
     let secret = acceptor.check(&get(&mut fresh).await).unwrap();
-    fresh.write(&acceptor.welcome(ours, None, secret)).await.unwrap();
-    handshake::check_verdict(&get(&mut fresh).await).unwrap();
-    fresh
+    let welcome = acceptor.welcome(ours, None, secret);
+    fresh.write(&welcome).await.unwrap();
+    let framing = acceptor.frames(share, &welcome, secret).unwrap();
+    let verdict = get(&mut fresh).await;
+    (Raw { fresh, framing }, verdict)
 }
 
 async fn get(fresh: &mut Fresh) -> Vec<u8> {
@@ -482,15 +557,14 @@ async fn queues_are_bounded_and_drop_the_newest() {
 
     let (mut got, mut open) = (Vec::new(), Vec::new());
     for _ in Lane::ALL {
-        let mut fresh = raw_accept(&listener, &credentials, &identity("b")).await;
-        fresh.input_left = 4000;
-        got.push(get(&mut fresh).await);
+        let mut raw = raw_accept(&listener, &credentials, &identity("b")).await;
+        got.push(raw.get().await);
         if got.last().unwrap() == b"0" {
             for expected in [b"1", b"2", b"3"] {
-                assert_eq!(get(&mut fresh).await, expected);
+                assert_eq!(raw.get().await, expected);
             }
         }
-        open.push(fresh);
+        open.push(raw);
     }
     got.sort();
     assert_eq!(got, [vec![0; 2000], b"0".to_vec()]);
@@ -515,29 +589,100 @@ async fn who_does_not_read_is_given_up() {
     assert_eq!(a.get(|seen| seen.refused), 0);
 }
 
+/// Both ends of a connection, plain or sealed.
+fn framings(version: Version) -> (Framing, Framing) {
+    let (dialer, acceptor) = (share(version), share(version));
+    let (of_dialer, of_acceptor) = (dialer.nonce, acceptor.nonce);
+    let agree =
+        |share: KeyShare, theirs| share.agree(&theirs, &[1; 32], b"all that was said").unwrap();
+    (agree(dialer, of_acceptor), agree(acceptor, of_dialer))
+}
+
 #[test]
 fn frames_are_split_at_any_place() {
-    let mut bytes = Vec::new();
     let frames = [0, 1, 70_000, 3].map(|length| vec![7; length]);
-    for frame in &frames {
-        bytes.extend(u32::try_from(frame.len()).unwrap().to_le_bytes());
-        bytes.extend(frame);
-    }
-    for step in [1, 2, 7, 1000, bytes.len()] {
-        let (mut buffer, mut got) = (BytesMut::new(), Vec::new());
-        for part in bytes.chunks(step) {
-            buffer.extend_from_slice(part);
-            while let Some(frame) = split_frame(&mut buffer).unwrap() {
-                got.push(frame);
+    for (version, overhead) in [(Version::Plain, 0), (Version::Sealed, TAG_BYTES)] {
+        for step in [1, 2, 7, 1000, 100_000] {
+            let (mut sender, mut receiver) = framings(version);
+            let mut bytes = BytesMut::new();
+            frames.iter().for_each(|frame| sender.put(frame, &mut bytes));
+            let sum: usize = frames.iter().map(|frame| 4 + frame.len() + overhead).sum();
+            assert_eq!(bytes.len(), sum);
+            let (mut buffer, mut got) = (BytesMut::new(), Vec::new());
+            for part in bytes.chunks(step) {
+                buffer.extend_from_slice(part);
+                while let Some(frame) = receiver.take(&mut buffer).unwrap() {
+                    got.push(frame);
+                }
             }
+            assert!(got == frames && buffer.is_empty());
         }
-        assert!(got == frames && buffer.is_empty());
+        let longest = u32::try_from(FRAME_BYTES_MAX + overhead).unwrap();
+        let (_, mut receiver) = framings(version);
+        let mut buffer = BytesMut::from(&longest.to_le_bytes()[..]);
+        assert_eq!(receiver.take(&mut buffer), Ok(None));
+        assert_eq!(receiver.missing(&buffer), Ok(FRAME_BYTES_MAX + overhead));
+        let mut buffer = BytesMut::from(&(longest + 1).to_le_bytes()[..]);
+        assert_eq!(receiver.take(&mut buffer), Err(BadFrame::TooLong(longest + 1)));
     }
-    let longest = u32::try_from(FRAME_BYTES_MAX).unwrap();
-    let mut buffer = BytesMut::from(&longest.to_le_bytes()[..]);
-    assert_eq!(split_frame(&mut buffer), Ok(None));
-    let mut buffer = BytesMut::from(&(longest + 1).to_le_bytes()[..]);
-    assert_eq!(split_frame(&mut buffer), Err(FrameTooLong(longest + 1)));
+}
+
+/// GUARANTEES 48: a sealed frame opens once, in its place, as it was sent, with the key of its connection.
+#[test]
+fn a_sealed_frame_opens_in_its_place_only() {
+    let sealed = |sender: &mut Framing, frame: &[u8]| {
+        let mut bytes = BytesMut::new();
+        sender.put(frame, &mut bytes);
+        bytes
+    };
+    let forged = Err(BadFrame::Forged);
+    let (mut sender, mut receiver) = framings(Version::Sealed);
+    let (mut one, two) = (sealed(&mut sender, b"one"), sealed(&mut sender, b"two"));
+    let again = one.clone();
+    assert!(!one.windows(3).any(|part| part == b"one"), "it can be read");
+    assert_eq!(receiver.take(&mut one), Ok(Some(Bytes::from_static(b"one"))));
+    assert_eq!(receiver.take(&mut again.clone()), forged, "repeated");
+
+    let (mut other, mut receiver) = framings(Version::Sealed);
+    assert_eq!(receiver.take(&mut again.clone()), forged, "of another connection");
+    let (_, mut receiver) = framings(Version::Sealed);
+    assert_eq!(receiver.take(&mut BytesMut::from(&b"\x03\0\0\0one"[..])), forged, "injected");
+
+    for bit in 32..again.len() * 8 {
+        let (mut sender, mut receiver) = framings(Version::Sealed);
+        let mut bytes = sealed(&mut sender, b"one");
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(receiver.take(&mut bytes), forged, "bit {bit} flipped");
+    }
+    let (mut sender, mut receiver) = framings(Version::Sealed);
+    sealed(&mut sender, b"lost");
+    assert_eq!(receiver.take(&mut sealed(&mut sender, b"next")), forged, "the first is missing");
+    let (mut sender, mut receiver) = framings(Version::Sealed);
+    let (mut first, mut second) = (sealed(&mut sender, b"1"), sealed(&mut sender, b"2"));
+    assert_eq!(receiver.take(&mut second), forged, "the second before the first");
+    assert_eq!(receiver.take(&mut first), forged, "it is over then");
+    drop((two, sealed(&mut other, b"")));
+}
+
+/// GUARANTEES 48: the key of the frames depends on both drawn keys, the shared secret and every word of the handshake.
+#[test]
+fn the_key_of_frames_is_of_one_handshake() {
+    let opens = |secrets: [&[u8]; 2], said: [&[u8]; 2], is_swapped: bool| {
+        let (dialer, acceptor) = (share(Version::Sealed), share(Version::Sealed));
+        let of_acceptor = if is_swapped { share(Version::Sealed).nonce } else { acceptor.nonce };
+        let of_dialer = dialer.nonce;
+        let mut sender = dialer.agree(&of_acceptor, secrets[0], said[0]).unwrap();
+        let mut receiver = acceptor.agree(&of_dialer, secrets[1], said[1]).unwrap();
+        let mut bytes = BytesMut::new();
+        sender.put(b"frame", &mut bytes);
+        receiver.take(&mut bytes).is_ok()
+    };
+    assert!(opens([b"s", b"s"], [b"t", b"t"], false));
+    assert!(!opens([b"s", b"x"], [b"t", b"t"], false), "another secret");
+    assert!(!opens([b"s", b"s"], [b"t", b"x"], false), "something else was said");
+    assert!(!opens([b"s", b"s"], [b"t", b"t"], true), "the drawn key of somebody else");
+    let worthless = share(Version::Sealed).agree(&[0; 32], b"s", b"t");
+    assert!(worthless.is_err(), "a key that everybody knows the agreement with");
 }
 
 #[test]
@@ -545,9 +690,19 @@ fn batches_are_taken_up_where_they_were_left() {
     let frames: Vec<_> =
         [3, COALESCE_BYTES + 1, 0, 5, 40_000].map(|length| Bytes::from(vec![9; length])).into();
     let whole = |batch: &Batch| batch.chunks.iter().flatten().copied().collect::<Vec<_>>();
-    let expected = whole(&Batch::new(None, frames.clone()));
+    for version in [Version::Plain, Version::Sealed] {
+        let (mut sender, mut receiver) = framings(version);
+        let batch = Batch::new(None, frames.clone(), &mut sender);
+        let expected = whole(&batch);
+        let mut bytes = BytesMut::from(&expected[..]);
+        for frame in &frames {
+            assert_eq!(receiver.take(&mut bytes).unwrap().as_ref(), Some(frame));
+        }
+        assert!(bytes.is_empty());
+    }
+    let expected = whole(&Batch::new(None, frames.clone(), &mut Framing::Plain));
     for step in [997, 20_000, expected.len()] {
-        let mut batch = Batch::new(None, frames.clone());
+        let mut batch = Batch::new(None, frames.clone(), &mut Framing::Plain);
         let mut left = expected.len();
         while left > 0 {
             batch.advance(step.min(left));
@@ -556,7 +711,7 @@ fn batches_are_taken_up_where_they_were_left() {
         }
         assert!(batch.is_done());
     }
-    assert!(Batch::new(None, Vec::new()).is_done());
+    assert!(Batch::new(None, Vec::new(), &mut Framing::Plain).is_done());
 }
 
 // Refusals: nothing is delivered, and both logs have the reason.
@@ -625,15 +780,8 @@ async fn an_impostor_is_found_by_the_dialer() {
         let (listener, address) = listen().await;
         let a = Node::new("a", credentials.clone()).await;
         a.transport.set_peers(vec![peer("b", &address)]);
-        let (tcp, _) = listener.accept().await.unwrap();
-        let mut fresh = Fresh::plain(tcp);
-        let keys = Keys { secrets: &credentials.secrets, binding: None };
-        let challenge = handshake::challenge(keys.mode(), [6; 32]);
-        let acceptor = Acceptor::new(keys, &get(&mut fresh).await, &challenge).unwrap();
-        fresh.write(&challenge).await.unwrap();
-        acceptor.check(&get(&mut fresh).await).unwrap();
-        fresh.write(&acceptor.welcome(&said, None, 0)).await.unwrap();
-        let fault = handshake::check_verdict(&get(&mut fresh).await).unwrap_err();
+        let (mut raw, verdict) = raw_judged(&listener, &credentials, &said).await;
+        let fault = handshake::check_verdict(verdict, &mut raw.framing).unwrap_err();
         assert!(fault.to_string().contains(reason), "{fault}");
         log.until(&["cannot connect", reason]).await;
         assert!(a.get(|seen| seen.reachable == 0 && seen.admitted.is_empty()));
@@ -724,8 +872,11 @@ async fn another_version_is_refused() {
     fresh.write(b"\x01dflkpeer\x09\x00 and so on").await.unwrap();
     let Ok(Message::Challenge(_)) = parse(&get(&mut fresh).await) else { panic!() };
     until_closed(&mut fresh.stream).await;
-    log.until(&["refused a peer", "it speaks version 9 of the peer protocol, this node version 1"])
-        .await;
+    log.until(&[
+        "refused a peer",
+        "it speaks version 9 of the peer protocol, this node versions 1 and 2",
+    ])
+    .await;
 
     let (listener, address) = listen().await;
     let a = Node::new("a", credentials).await;
@@ -776,7 +927,7 @@ async fn a_replay_is_refused() {
     recording.abort();
 
     let tapes = recorded.lock().clone();
-    assert!(tapes.iter().any(|tape| tape.ends_with(b"once")));
+    assert!(!tapes.iter().any(|tape| tape.ends_with(b"once")), "it can be read on the path");
     for tape in tapes {
         let mut tcp = TcpStream::connect(to).await.unwrap();
         tcp.write_all(&tape).await.unwrap();
@@ -817,8 +968,8 @@ async fn a_reflection_is_refused() {
         if answer == 0 {
             dialer.write(&hello).await.unwrap();
         } else {
-            let mode = Mode { tls: false, secret: true };
-            dialer.write(&handshake::challenge(mode, [0; 32])).await.unwrap();
+            let nonce = share(Version::Sealed).nonce;
+            dialer.write(&handshake::challenge(Version::Sealed, PLAIN, nonce)).await.unwrap();
             let Ok(Message::Proof { mac }) = parse(&get(&mut dialer).await) else { panic!() };
             let welcome = Welcome { identity: identity("b"), refusal: None, mac };
             dialer.write(&Message::Welcome(welcome).print()).await.unwrap();
@@ -848,7 +999,8 @@ async fn unusable_set_ups_do_not_start() {
             seen: Mutex::default(),
         };
         let listen = "127.0.0.1:0".to_owned();
-        let config = TransportConfig { listen, credentials, limits: Limits::default() };
+        let limits = Limits::default();
+        let config = TransportConfig { listen, credentials, version_max: Version::Sealed, limits };
         let error = Transport::start(config, Arc::new(handler)).await.err().unwrap();
         assert_eq!(error.to_string(), reason);
     }
@@ -949,7 +1101,8 @@ async fn strangers_must_be_brief() {
     let credentials = secrets(&[1]);
     let keys = Keys { secrets: &credentials.secrets, binding: None };
     let ours = identity("a");
-    let dialer = Dialer::new(keys, &ours, "b", Lane::Main, [5; 32]);
+    let nonce = share(Version::Sealed).nonce;
+    let dialer = Dialer::new(keys, &ours, "b", Lane::Main, Version::Sealed, nonce);
     fresh.write(dialer.hello()).await.unwrap();
     get(&mut fresh).await;
     fresh.stream.write_all(&hello(1000)).await.unwrap();
@@ -976,12 +1129,12 @@ async fn a_frame_that_is_too_long_ends_the_stream() {
     let log = Log::new();
     let credentials = secrets(&[1]);
     let b = Node::new("b", credentials.clone()).await;
-    let mut fresh = raw_member(&b, &credentials, &identity("a"), Lane::Bulk).await;
-    fresh.write(b"good").await.unwrap();
-    let length = u32::try_from(FRAME_BYTES_MAX + 1).unwrap();
-    fresh.stream.write_all(&[&length.to_le_bytes()[..], b"bad"].concat()).await.unwrap();
-    until_closed(&mut fresh.stream).await;
-    log.until(&["lost a stream of a peer", "a frame of 67108865 bytes"]).await;
+    let mut raw = raw_member(&b, &credentials, &identity("a"), Lane::Bulk).await;
+    raw.send(b"good").await;
+    let length = u32::try_from(FRAME_BYTES_MAX + TAG_BYTES + 1).unwrap();
+    raw.fresh.stream.write_all(&[&length.to_le_bytes()[..], b"bad"].concat()).await.unwrap();
+    until_closed(&mut raw.fresh.stream).await;
+    log.until(&["lost a stream of a peer", "a frame of 67108881 bytes"]).await;
     b.until("the end", |seen| seen.lost == 1).await;
     b.get(|seen| assert_eq!(seen.bulk, [(1, Bytes::from_static(b"good"))]));
 }
@@ -1088,12 +1241,12 @@ async fn a_newer_stream_takes_over() {
     let b = Node::new("b", credentials.clone()).await;
     let mut older = raw_member(&b, &credentials, &identity("a"), Lane::Main).await;
     let mut bulk = raw_member(&b, &credentials, &identity("a"), Lane::Bulk).await;
-    older.write(b"1").await.unwrap();
+    older.send(b"1").await;
     b.until_received(b"1").await;
     let mut newer = raw_member(&b, &credentials, &identity("a"), Lane::Main).await;
-    until_closed(&mut older.stream).await;
-    newer.write(b"2").await.unwrap();
-    bulk.write(b"3").await.unwrap();
+    until_closed(&mut older.fresh.stream).await;
+    newer.send(b"2").await;
+    bulk.send(b"3").await;
     b.until_received(b"2").await;
     b.until("bulk", |seen| seen.bulk.len() == 1).await;
     assert_eq!(b.get(|seen| seen.lost), 0);
@@ -1109,9 +1262,9 @@ async fn who_talks_where_it_should_listen_is_cut() {
     let credentials = secrets(&[1]);
     let a = Node::new("a", credentials.clone()).await;
     a.transport.set_peers(vec![peer("b", &address)]);
-    let mut fresh = raw_accept(&listener, &credentials, &identity("b")).await;
+    let mut raw = raw_accept(&listener, &credentials, &identity("b")).await;
     a.until("a connection", |seen| seen.reachable == 1).await;
-    fresh.write(b"hm").await.unwrap();
+    raw.send(b"hm").await;
     a.until("the cut", |seen| seen.unreachable >= 1).await;
 }
 
@@ -1290,6 +1443,7 @@ const PLAIN: Mode = Mode { tls: false, secret: true };
 
 fn messages() -> [Message; 7] {
     let hello = Hello {
+        version: Version::Sealed,
         mode: PLAIN,
         lane: Lane::Bulk,
         nonce: [0xab; 32],
@@ -1302,6 +1456,7 @@ fn messages() -> [Message; 7] {
     [
         Message::Hello(hello),
         Message::Challenge(Challenge {
+            version: Version::Plain,
             mode: Mode { tls: true, secret: false },
             nonce: [0xef; 32],
         }),
@@ -1320,7 +1475,7 @@ fn the_bytes_of_the_handshake() {
         [b"\x01".as_slice(), &CLUSTER, b"\x01\0\0\0\0\0\0\0\x65\0\0\0\0\0\0\0\0\x07\0\0\0\x01a"];
     let b = [[0; 17].as_slice(), b"\0\0\0\0\0\0\0\0\x66\0\0\0\0\0\0\0\x01\x07\0\0\0\x01b"];
     let expected: [&[&[u8]]; 7] = [
-        &[b"\x01dflkpeer\x01\0\x02\x01", &nonce(0xab), &a.concat(), b"\x06node-2"],
+        &[b"\x01dflkpeer\x02\0\x02\x01", &nonce(0xab), &a.concat(), b"\x06node-2"],
         &[b"\x02dflkpeer\x01\0\x01", &nonce(0xef)],
         &[b"\x03", &nonce(0xcd)],
         &[b"\x04", &b.concat(), b"\0\0", &nonce(0xcd)],
@@ -1345,10 +1500,11 @@ fn the_bytes_of_the_proofs() {
     // length before it (u64).
     let known = [secret(1)];
     let (ours, theirs) = (identity("a"), identity("b"));
-    for binding in [None, Some([9; 32])] {
+    let (plain, sealed) = (Version::Plain, Version::Sealed);
+    for (binding, version) in [(None, plain), (None, sealed), (Some([9; 32]), plain)] {
         let keys = Keys { secrets: &known, binding };
-        let mut dialer = Dialer::new(keys, &ours, "b", Lane::Main, [5; 32]);
-        let challenge = handshake::challenge(keys.mode(), [6; 32]);
+        let mut dialer = Dialer::new(keys, &ours, "b", Lane::Main, version, [5; 32]);
+        let challenge = handshake::challenge(version, keys.mode(), [6; 32]);
         let proof = dialer.prove(&challenge).unwrap();
         let part = |part: &[u8]| [&(part.len() as u64).to_le_bytes()[..], part].concat();
         let said = [part(dialer.hello()), part(&challenge)].concat();
@@ -1357,7 +1513,7 @@ fn the_bytes_of_the_proofs() {
         let text = [b"dflockd peer 1 dialer\0", &session[..], &said].concat();
         ring::hmac::verify(&key, &text, &proof[1..]).unwrap();
 
-        let acceptor = Acceptor::new(keys, dialer.hello(), &challenge).unwrap();
+        let acceptor = Acceptor::new(keys, version, dialer.hello(), &challenge).unwrap();
         assert_eq!(acceptor.check(&proof), Ok(0));
         let welcome = acceptor.welcome(&theirs, None, 0);
         let (body, mac) = welcome.split_at(welcome.len() - 32);
@@ -1374,10 +1530,10 @@ fn the_secret_that_was_used_is_the_one_that_counts() {
     let dialers = Keys { secrets: &dialers, binding: None };
     let acceptors = Keys { secrets: &acceptors, binding: None };
     let (ours, theirs) = (identity("a"), identity("b"));
-    let mut dialer = Dialer::new(dialers, &ours, "b", Lane::Main, [5; 32]);
-    let challenge = handshake::challenge(PLAIN, [6; 32]);
+    let mut dialer = Dialer::new(dialers, &ours, "b", Lane::Main, Version::Sealed, [5; 32]);
+    let challenge = handshake::challenge(Version::Sealed, PLAIN, [6; 32]);
     let proof = dialer.prove(&challenge).unwrap();
-    let acceptor = Acceptor::new(acceptors, dialer.hello(), &challenge).unwrap();
+    let acceptor = Acceptor::new(acceptors, Version::Sealed, dialer.hello(), &challenge).unwrap();
     assert_eq!(acceptor.check(&proof), Ok(1));
     assert_eq!(dialer.conclude(&acceptor.welcome(&theirs, None, 1)), Ok(theirs.clone()));
     assert!(dialer.conclude(&acceptor.welcome(&theirs, None, 0)).is_err());
@@ -1390,12 +1546,13 @@ fn every_word_is_covered() {
     for secrets in [&known[..], &[]] {
         let keys = Keys { secrets, binding: Some([9; 32]) };
         let other_session = Keys { binding: Some([8; 32]), ..keys };
-        let mut dialer = Dialer::new(keys, &ours, "b", Lane::Main, [5; 32]);
+        let mut dialer = Dialer::new(keys, &ours, "b", Lane::Main, Version::Plain, [5; 32]);
         let hello = dialer.hello().to_vec();
-        let challenge = handshake::challenge(keys.mode(), [6; 32]);
+        let challenge = handshake::challenge(Version::Plain, keys.mode(), [6; 32]);
         let proof = dialer.prove(&challenge).unwrap();
         let accepts = |keys, hello: &[u8], challenge: &[u8], proof: &[u8]| {
-            Acceptor::new(keys, hello, challenge).is_ok_and(|it| it.check(proof).is_ok())
+            Acceptor::new(keys, Version::Plain, hello, challenge)
+                .is_ok_and(|it| it.check(proof).is_ok())
         };
         assert!(accepts(keys, &hello, &challenge, &proof));
         assert!(!accepts(other_session, &hello, &challenge, &proof));
@@ -1408,7 +1565,7 @@ fn every_word_is_covered() {
         for bit in 0..proof.len() * 8 {
             assert!(!accepts(keys, &hello, &challenge, &flipped(&proof, bit)), "{bit}");
         }
-        let acceptor = Acceptor::new(keys, &hello, &challenge).unwrap();
+        let acceptor = Acceptor::new(keys, Version::Plain, &hello, &challenge).unwrap();
         let welcome = acceptor.welcome(&theirs, None, 0);
         assert_eq!(dialer.conclude(&welcome), Ok(theirs.clone()));
         for bit in 0..welcome.len() * 8 {
@@ -1427,6 +1584,7 @@ fn flipped(bytes: &[u8], bit: usize) -> Vec<u8> {
 fn all_that_one_side_says_is_brief() {
     let longest = Identity { node: "n".repeat(64), ..identity("a") };
     let hello = Hello {
+        version: Version::Sealed,
         mode: PLAIN,
         lane: Lane::Main,
         nonce: [0; 32],
@@ -1442,10 +1600,13 @@ fn all_that_one_side_says_is_brief() {
         Message::Verdict { refusal: refusal.clone() },
     ];
     let acceptor = [
-        Message::Challenge(Challenge { mode: PLAIN, nonce: [0; 32] }),
+        Message::Challenge(Challenge { version: Version::Sealed, mode: PLAIN, nonce: [0; 32] }),
         Message::Welcome(Welcome { identity: longest, refusal, mac }),
     ];
-    assert!(bytes(&dialer) <= handshake::BYTES_MAX && bytes(&acceptor) <= handshake::BYTES_MAX);
+    assert!(
+        bytes(&dialer) + TAG_BYTES <= handshake::BYTES_MAX
+            && bytes(&acceptor) <= handshake::BYTES_MAX
+    );
 }
 
 #[test]
