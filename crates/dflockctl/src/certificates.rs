@@ -1,4 +1,4 @@
-//! `cluster cert`, and the certificates of `cluster init`: an authority for one cluster, and what it signs for the nodes.
+//! `cluster cert`, and the certificates of `cluster init`: an authority for one cluster, and what it signs for nodes.
 //!
 //! The authority signs for the peer port only. Its key stays where it was made, and goes to no node.
 

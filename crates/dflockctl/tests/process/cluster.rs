@@ -297,6 +297,8 @@ fn a_new_cluster_is_prepared() {
         ("--node-id", "m3".to_owned()),
         ("--raft-addr", format!("127.0.0.1:{peer}")),
         ("--raft-auth-token-file", file("m0/raft-token")),
+        ("--auth-token-file", file("m0/auth-token")),
+        ("--admin-token-file", file("m0/admin-token")),
         ("--raft-tls-cert", file("m3/raft-cert.pem")),
         ("--raft-tls-key", file("m3/raft-key.pem")),
         ("--raft-tls-ca", file("m3/raft-ca.pem")),

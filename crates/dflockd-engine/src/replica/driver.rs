@@ -837,3 +837,105 @@ impl Drop for Bomb<'_> {
 
 /// Where fatal errors are noted, once.
 pub(crate) type Fatal = OnceLock<String>;
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::Limits;
+    use raft::eraftpb::{Message, MessageType};
+
+    use super::super::transport::{Credentials, Limits as TransportLimits, Secret, Version};
+    use super::super::types::AutoRelease;
+    use super::*;
+
+    /// A member made by hand, which knows the secret and says what it is told to.
+    #[derive(Default)]
+    struct Rogue {
+        connected: AtomicU64,
+    }
+
+    impl Handler for Rogue {
+        fn identity(&self) -> Identity {
+            let cluster = Some([7; 16]);
+            let node = "a".to_owned();
+            Identity { cluster, node, raft_id: 1, disk: 1, witness: false, version: 1 }
+        }
+
+        fn admit(&self, _: &Identity) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn received(&self, _: u64, _: Lane, _: Bytes) {}
+
+        fn reachable(&self, _: u64, _: Lane) {
+            self.connected.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn unreachable(&self, _: u64, _: Lane, _: bool) {}
+
+        fn bad_frame(&self, _: u64, _: Lane) {}
+
+        fn stream_lost(&self, _: u64, _: Lane) {}
+    }
+
+    fn transport() -> TransportConfig {
+        let secrets = vec![Secret::new(vec![1; 32]).unwrap()];
+        TransportConfig {
+            listen: "127.0.0.1:0".to_owned(),
+            credentials: Credentials { secrets, tls: None },
+            version_max: Version::Sealed,
+            limits: TransportLimits::default(),
+        }
+    }
+
+    async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+        let begun = std::time::Instant::now();
+        while !condition() {
+            assert!(begun.elapsed() < Duration::from_secs(30), "in vain: {what}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// GUARANTEES 48: a node that waits to be added does not take a number that no member can have, and does not end
+    /// because of it.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_number_that_no_member_can_have_is_refused() {
+        let name = format!("dflockd-driver-{}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
+        let options = ClusterOptions {
+            dir: dir.clone(),
+            node: "b".to_owned(),
+            transport: transport(),
+            peer_addr: "127.0.0.1:1".to_owned(),
+            client_addr: "127.0.0.1:2".to_owned(),
+            formation: Formation::Join,
+            witness: false,
+            policy: Policy {
+                limits: Limits::default(),
+                auto_release: AutoRelease::Clean,
+                orphan_ttl: Span::ZERO,
+            },
+            election_timeout: Duration::from_secs(60),
+            heartbeat_interval: Duration::from_secs(1),
+            snapshot_entries: 1000,
+        };
+        let joiner = Replicated::start(options, Clock::system()).await.unwrap();
+        let rogue = Arc::new(Rogue::default());
+        let handler = Arc::clone(&rogue) as Arc<dyn Handler>;
+        let peer = Transport::start(transport(), handler).await.unwrap();
+        let address = joiner.peer_addr().unwrap().to_string();
+        peer.set_peers(vec![PeerAddress { raft_id: 2, node: "b".to_owned(), address }]);
+        until("a connection", || rogue.connected.load(Ordering::Relaxed) == 2).await;
+        for to in [Run::RAFT_ID_MAX + 1, u64::MAX, 0, 2] {
+            let mut message = Message { from: 1, to, term: 1, ..Message::default() };
+            message.set_msg_type(MessageType::MsgHeartbeat);
+            let frame = Frame::Raft { time: Timestamp(0), message }.encode();
+            assert!(peer.send(2, Lane::Main, frame));
+        }
+        until("it takes the one that can be", || joiner.view().raft_id == 2).await;
+        let failed = tokio::time::timeout(Duration::ZERO, joiner.failed()).await;
+        assert!(failed.is_err(), "{failed:?}");
+        joiner.stop();
+        peer.stop();
+        let _ = std::fs::remove_dir_all(&dir);
+    }
+}

@@ -41,6 +41,8 @@ pub const SEALED: u32 = 2;
 /// For tests of upgrades, and for nothing else: the version up to which this process says it reads. One above
 /// [`NEWEST`] stands for the next program, whose forms are those of this one under the next number.
 pub const PRETENDED: &str = "DFLOCKD_CLUSTER_VERSION_MAX";
+/// Behind the number: the process does not seal frames between peers either, as the programs before [`SEALED`].
+const UNSEALED: &str = "-unsealed";
 
 /// The newest version that this process reads.
 #[must_use]
@@ -56,17 +58,17 @@ pub fn newest() -> u32 {
 }
 
 fn pretended() -> Option<u32> {
-    let version = std::env::var(PRETENDED).ok().and_then(|value| value.parse().ok());
+    let value = std::env::var(PRETENDED).ok()?;
+    let version = value.strip_suffix(UNSEALED).unwrap_or(&value).parse().ok();
     version.filter(|version| (1..=NEWEST + 1).contains(version))
 }
 
 /// The newest version of the peer protocol to speak without TLS.
 #[must_use]
 pub fn peer_protocol() -> transport::Version {
-    // The programs that read no more than this did not seal frames.
-    match pretended() {
-        Some(version) if version < SEALED => transport::Version::Plain,
-        Some(_) | None => transport::Version::Sealed,
+    match std::env::var(PRETENDED) {
+        Ok(value) if value.ends_with(UNSEALED) => transport::Version::Plain,
+        Ok(_) | Err(_) => transport::Version::Sealed,
     }
 }
 

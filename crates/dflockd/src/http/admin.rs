@@ -346,8 +346,8 @@ struct AuditLook {
     number: Decimal,
     /// When, in milliseconds of Unix time, by the clock of this server.
     unix_ms: u64,
-    /// By which protocol: `line`, `http` or `grpc`; `member` if it was asked of another member and this one, the leader,
-    /// decided it.
+    /// By which protocol: `line`, `http` or `grpc`; `member` if another member was asked and this one, the leader,
+    /// decided.
     #[schema(value_type = String, example = "http")]
     door: &'static str,
     /// The address it was asked from, or the member that passed it on.

@@ -79,8 +79,8 @@ impl Outbox {
         true
     }
 
-    /// What is to be written next. If that is nothing, frames may go to the socket of `line`, which is lent to the queue
-    /// then: `line` is empty until the next call gets it back.
+    /// What is to be written next. If that is nothing, frames may go to the socket of `line`, which is lent to the
+    /// queue then: `line` is empty until the next call gets it back.
     pub(super) fn take(&self, line: &mut Option<Line>) -> Batch {
         let mut queue = self.queue.lock();
         let Queue { frames, bytes, rest, lent } = &mut *queue;

@@ -77,7 +77,7 @@ impl KeyShare {
             let expanded = extracted.expand(&info, &CHACHA20_POLY1305)?;
             Ok::<_, Unspecified>(LessSafeKey::new(UnboundKey::from(expanded)))
         })??;
-        Ok(Framing::Sealed(Sealed { key, next: 0 }))
+        Ok(Framing::Sealed(Box::new(Sealed { key, next: 0 })))
     }
 }
 
@@ -86,7 +86,7 @@ pub(super) enum Framing {
     /// As they are: inside TLS, or to and from a member that knows nothing else.
     Plain,
     /// Encrypted and numbered.
-    Sealed(Sealed),
+    Sealed(Box<Sealed>),
 }
 
 /// The key of a connection, and the number of its next frame.
