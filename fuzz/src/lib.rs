@@ -3,8 +3,12 @@
 
 pub mod apply;
 pub mod entry;
+pub mod grpc;
+pub mod http;
 pub mod line;
+pub mod pattern;
 pub mod peer;
+pub mod reply;
 pub mod request;
 pub mod seeds;
 pub mod snapshot;

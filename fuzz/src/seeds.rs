@@ -7,6 +7,7 @@ use dflockd_engine::replica::types::Run;
 use dflockd_wire::{ERROR_CODES, OPS};
 
 use crate::apply;
+use crate::grpc::KINDS;
 
 // Every byte form of replicated mode, as the tests of the engine keep them.
 const ITEMS: &str = include_str!("../../crates/dflockd-engine/tests/golden/items.txt");
@@ -22,6 +23,9 @@ pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {
         "snapshot" => snapshot(),
         "peer" => peer(),
         "entry" => entry(),
+        "pattern" => pattern(),
+        "http" => http(),
+        "grpc" => grpc(),
         _ => panic!("no target {target}"),
     }
 }
@@ -156,6 +160,104 @@ fn entry() -> Vec<(String, Vec<u8>)> {
             put_batch(&mut payload, Run(1 << 20 | 7), 9, count, &bytes);
         }
         seeds.push((format!("seed-items-{index}"), payload));
+    }
+    seeds
+}
+
+/// Patterns of each form, with subjects that they match and that they do not.
+fn pattern() -> Vec<(String, Vec<u8>)> {
+    // The first character says what becomes of a line: 0 to subscribe, 2 to leave, 3 to publish; higher ones are
+    // other sessions.
+    let tokens = |count: usize| vec!["*"; count].join(".");
+    [
+        ("plain", "0a.b\n4a.b\n3a.b\n3a\n2a.b\n3a.b".to_owned()),
+        ("star", "0a.*\n4*.b\n8*\n3a.b\n3a.c\n3a\n3a.b.c".to_owned()),
+        ("rest", "0a.>\n4>\n3a\n3a.b\n3a.b.c\n2a.>\n3a.b".to_owned()),
+        ("both", "0a.*.>\n4*.*.>\n8a.*.c\n3a.b.c\n3a.b.c.d\n3a..c".to_owned()),
+        ("empty-tokens", "0.\n4..\n8a..b\n<.*\n3.\n3..\n3a..b".to_owned()),
+        ("not-valid", "0a*\n4>.a\n8**\n<a.>b\n3a*\n3>.a".to_owned()),
+        ("slashes", "0a/*\n4a/>\n8a/b.*\n3a/b\n3a/b.c\n3a/b/c\n3a.b".to_owned()),
+        ("sixteen", format!("0{0}\n40.{0}\n3{0}\n2{0}\n3{0}", tokens(16))),
+        ("seventeen", format!("0{0}\n3{0}\n2{0}\n3{0}", tokens(17))),
+        ("many", format!("0{}\n4{}.>\n3{}", tokens(127), tokens(126), tokens(127))),
+        ("again", "0a.*\n0a.*\n2a.*\n3a.b\n2a.*\n0a.*\n3a.b".to_owned()),
+    ]
+    .into_iter()
+    .map(|(name, lines)| (format!("seed-{name}"), lines.into_bytes()))
+    .collect()
+}
+
+/// Paths, texts, times and bodies, legal ones and others.
+fn http() -> Vec<(String, Vec<u8>)> {
+    const TOKEN: &str = "00000000000000ff0123456789abcdef";
+    let deep = format!("{{\"token\":{}{}", "[".repeat(200), "]".repeat(200));
+    [
+        ("keys", "jobs%2Fnightly\na.b\n%00%ff\n%\n%zz\n%20\n%0A\n+".to_owned()),
+        ("long-key", format!("{}\n{}", "k".repeat(256), "%6b".repeat(257))),
+        ("tokens", format!("{TOKEN}\n{}\n{TOKEN}0\n \n{}", &TOKEN[1..], "z".repeat(256))),
+        ("patterns", "a.*\na.>\n>\n>.a\na*\na/*\n*.*.*.*.*.*.*.*.*.*.*.*.*.*.*.*.*".to_owned()),
+        ("values", "v\nv w\n \nv\tw\nv\rw\n\u{e9}\u{0}".to_owned()),
+        (
+            "numbers",
+            "0\n007\n9223372036\n9223372036000\n18446744073709551615\n+1\n-1\n1e3".to_owned(),
+        ),
+        ("reasons", format!("because\n b \n\u{1b}[31m\n\u{85}\n{}", "r".repeat(257))),
+        (
+            "body",
+            "{\"token\":\"t\",\"value\":\"v\",\"lease_ttl_ms\":1,\"delta\":-1,\"keep\":true}"
+                .to_owned(),
+        ),
+        (
+            "body-wrong",
+            "{\"token\":\"a secret of mine\",\"delta\":1.5}\n[\"a secret of mine\"]\n{\"token\":5}"
+                .to_owned(),
+        ),
+        (
+            "body-names",
+            "{\"tokens\":\"a secret of mine\"}\n{}\n{\"token\":\"t\",\"token\":\"u\"}\nnull"
+                .to_owned(),
+        ),
+        (
+            "body-choice",
+            "{\"token\":\"t\",\"keep\":\"a secret of mine\"}\n{\"token\":\"t\"} {}".to_owned(),
+        ),
+        ("body-deep", deep),
+    ]
+    .into_iter()
+    .map(|(name, lines)| (format!("seed-{name}"), lines.into_bytes()))
+    .collect()
+}
+
+/// A message of each kind: its fields, as protobuf writes them.
+fn grpc() -> Vec<(String, Vec<u8>)> {
+    let text = |field: u8, bytes: &[u8]| {
+        let length = u8::try_from(bytes.len()).expect("seeds are short");
+        [&[field << 3 | 2, length][..], bytes].concat()
+    };
+    let number = |field: u8, value: u8| vec![field << 3, value];
+    let token = b"00000000000000ff0123456789abcdef";
+    let message = |name: &str| match name {
+        "acquire" => {
+            [text(4, b"key"), number(5, 2), number(6, 3), number(7, 9), number(8, 30)].concat()
+        }
+        "release" | "renew" => [number(2, 7), text(4, b"key"), text(6, token)].concat(),
+        "list" => [text(1, b"a"), number(3, 10)].concat(),
+        "set" => [text(4, b"key"), text(5, b"value"), number(6, 60)].concat(),
+        "push" => [text(4, b"key"), number(5, 1), text(6, b"item")].concat(),
+        "publish" => [text(4, b"a.b"), text(5, b"payload")].concat(),
+        "subscribe" => {
+            let subscription = [text(1, b"a.*"), text(2, b" group ")].concat();
+            [text(1, &subscription), text(2, &subscription)].concat()
+        }
+        "watch" => [text(1, b"a.>"), text(1, b"*"), number(2, 1)].concat(),
+        "open" => [number(1, 60), text(2, b"billing-7")].concat(),
+        "force-release" => [text(1, b"key"), number(3, 9), text(4, b"because")].concat(),
+        "end-session" => [number(1, 9), text(2, b"because")].concat(),
+        _ => panic!("no seed for {name}"),
+    };
+    let mut seeds = Vec::new();
+    for (kind, (name, _)) in (0_u8..).zip(KINDS) {
+        seeds.push((format!("seed-{name}"), [&[kind], &*message(name)].concat()));
     }
     seeds
 }

@@ -9,6 +9,8 @@ pub mod connection;
 pub mod logging;
 pub mod metrics;
 pub mod tls;
+#[doc(hidden)]
+pub mod untrusted;
 
 mod audit;
 mod auth;

@@ -138,27 +138,96 @@ fn links_lead_somewhere() {
 /// The last column of each table in `docs/guarantees.md` names tests: functions and scripts.
 #[test]
 fn promises_name_tests_that_exist() {
-    let mut functions = BTreeSet::new();
-    for path in files().iter().filter(|path| has_extension(path, &["rs"])) {
-        for part in read(path).split("fn ").skip(1) {
-            functions.insert(part.split(['(', '<']).next().unwrap().to_owned());
-        }
-    }
-    let scripts = root().join("crates/dflockd/tests/scripts");
+    let tests = Tests::find();
     let mut named = 0;
     for row in read(&root().join("docs/guarantees.md")).lines().filter(|l| l.starts_with('|')) {
         let cell = row.trim_end_matches('|').rsplit('|').next().unwrap();
-        for name in cell.split('`').skip(1).step_by(2) {
-            let exists = if name.ends_with(".txt") {
-                scripts.join(name).exists()
-            } else {
-                functions.contains(name)
-            };
-            assert!(exists, "docs/guarantees.md: there is no test {name}");
+        for name in quoted(cell) {
+            assert!(tests.has(name), "docs/guarantees.md: there is no test {name}");
             named += 1;
         }
     }
     assert!(named > 30, "only {named} tests are named in docs/guarantees.md");
+}
+
+/// Each threat of `docs/security.md` says where its defence lives and which tests show it, or why there is none.
+#[test]
+fn threats_name_tests_that_exist() {
+    let tests = Tests::find();
+    let text = read(&root().join("docs/security.md"));
+    let (_, table) = text.split_once("<!-- threats -->\n").unwrap();
+    let (table, _) = table.split_once("<!-- /threats -->").unwrap();
+    let rows: Vec<_> = table.lines().skip(2).collect();
+    assert_eq!(rows.len(), 28, "threats in docs/security.md");
+    for (number, row) in (1..).zip(rows) {
+        let cells: Vec<_> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let [found, threat, defence, place, shown] = cells[..] else {
+            panic!("docs/security.md: a row has {} cells: {row}", cells.len());
+        };
+        assert_eq!(found, number.to_string(), "docs/security.md: threats are numbered");
+        assert!(!threat.is_empty() && !defence.is_empty(), "docs/security.md: {row}");
+        for path in quoted(place) {
+            let exists = root().join(path).exists() || root().join("crates").join(path).exists();
+            assert!(exists, "docs/security.md: there is no file {path}");
+        }
+        for name in quoted(shown) {
+            assert!(tests.has(name), "docs/security.md: there is no test {name}");
+        }
+        let excused = shown.strip_prefix("not covered: ").is_some_and(|reason| reason.len() > 20);
+        assert!(excused || quoted(shown).next().is_some(), "no test for threat {number}: {threat}");
+    }
+    for attack in &tests.attacks {
+        let named = format!("`attacks/{attack}`");
+        assert!(table.contains(&named), "docs/security.md: which threat is the attack {attack}?");
+    }
+}
+
+/// What documents may name as a test.
+struct Tests {
+    functions: BTreeSet<String>,
+    attacks: BTreeSet<String>,
+}
+
+impl Tests {
+    fn find() -> Self {
+        let mut functions = BTreeSet::new();
+        for path in files().iter().filter(|path| has_extension(path, &["rs"])) {
+            for part in read(path).split("fn ").skip(1) {
+                functions.insert(part.split(['(', '<']).next().unwrap().to_owned());
+            }
+        }
+        let catalog = read(&root().join("bench/attack/catalog.py"));
+        let names = catalog.split("@attack(\"").skip(1).map(|part| part.split('"').next().unwrap());
+        Self { functions, attacks: names.map(str::to_owned).collect() }
+    }
+
+    /// A function, a transcript, an attack or a part of the gate.
+    fn has(&self, name: &str) -> bool {
+        if name.ends_with(".txt") {
+            return root().join("crates/dflockd/tests/scripts").join(name).exists();
+        }
+        if let Some(attack) = name.strip_prefix("attacks/") {
+            return self.attacks.contains(attack);
+        }
+        if name.starts_with(".ci/") {
+            let gate = read(&root().join(".ci/run"));
+            return root().join(name).exists() && gate.contains(&format!("step {name}"));
+        }
+        self.functions.contains(name)
+    }
+}
+
+/// What stands between backticks.
+fn quoted(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+#[test]
+fn the_gate_checks_dependencies() {
+    let gate = read(&root().join(".ci/run"));
+    for step in ["step .ci/deny", "step .ci/sbom --check", "step .ci/attacks"] {
+        assert!(gate.lines().any(|line| line == step), ".ci/run has no {step}");
+    }
 }
 
 #[test]

@@ -77,6 +77,7 @@ async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
         transport: TransportConfig {
             listen: "127.0.0.1:0".into(),
             credentials,
+            version_max: crate::replica::version::peer_protocol(),
             limits: TransportLimits::default(),
         },
         peer_addr: "127.0.0.1:1".into(),

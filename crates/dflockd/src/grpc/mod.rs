@@ -7,7 +7,7 @@ mod admin;
 mod cluster;
 mod elections;
 mod error;
-mod fields;
+pub(crate) mod fields;
 mod gate;
 mod listen;
 mod locks;

@@ -74,7 +74,7 @@ async fn read(request: Request, limit: Duration) -> Result<Bytes, ApiError> {
     }
 }
 
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<Json<T>, ApiError> {
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<Json<T>, ApiError> {
     // An array would be taken for the members in their order.
     if !bytes.trim_ascii_start().starts_with(b"{") {
         return Err(ApiError::bad_request("the body is no JSON object"));
@@ -131,13 +131,17 @@ impl FromRequestParts<Shared> for Key {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
-        let key = segment(parts, "{key}")?;
-        let is_space = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\r' | b'\n');
-        if key.is_empty() || key.len() > KEY_BYTES_MAX || key.iter().any(is_space) {
-            return Err(ApiError::bad_request("a key has 1 to 256 bytes and no white space"));
-        }
-        Ok(Self(key))
+        segment(parts, "{key}").and_then(key)
     }
+}
+
+/// A key, as it stands in the path after decoding.
+pub(crate) fn key(key: Vec<u8>) -> Result<Key, ApiError> {
+    let is_space = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\r' | b'\n');
+    if key.is_empty() || key.len() > KEY_BYTES_MAX || key.iter().any(is_space) {
+        return Err(ApiError::bad_request("a key has 1 to 256 bytes and no white space"));
+    }
+    Ok(Key(key))
 }
 
 /// What stands in the path where the route's template has `name`, percent-decoded. A segment may be any bytes.
@@ -148,7 +152,7 @@ pub(crate) fn segment(parts: &Parts, name: &str) -> Result<Vec<u8>, ApiError> {
     decode(raw).ok_or_else(|| ApiError::bad_request("malformed percent-encoding in the path"))
 }
 
-fn decode(raw: &str) -> Option<Vec<u8>> {
+pub(crate) fn decode(raw: &str) -> Option<Vec<u8>> {
     let mut decoded = Vec::with_capacity(raw.len());
     let mut bytes = raw.bytes();
     while let Some(byte) = bytes.next() {

@@ -6,11 +6,11 @@
 
 mod admin;
 mod answer;
-mod body;
+pub(crate) mod body;
 mod contract;
 mod cors;
 mod error;
-mod fields;
+pub(crate) mod fields;
 mod layers;
 mod listen;
 mod locks;
