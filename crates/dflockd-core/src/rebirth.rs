@@ -18,8 +18,8 @@ impl Store {
         asked.chain(self.locks.renewed.values().copied()).max().unwrap_or(Span::ZERO)
     }
 
-    /// Ends all sessions and holds, gives out no fence below `fence`, and grants nothing for `delay`: the first at least,
-    /// and no longer than the second, even if an earlier delay has not ended. Values stay.
+    /// Ends all sessions and holds, gives out no fence below `fence`, and grants nothing for `delay`: the first
+    /// at least, and no longer than the second, even if an earlier delay has not ended. Values stay.
     ///
     /// Nobody is told: whoever might listen talks to what was before.
     pub fn begin_anew(&mut self, fence: u64, (delay, delay_max): (Span, Option<Span>)) {

@@ -910,3 +910,126 @@ impl Drop for AbortOnPanic {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::End;
+
+    use super::*;
+
+    struct Nobody;
+
+    impl Sink for Nobody {
+        fn reply(&self, _: RequestId, _: Outcome) -> Pushed {
+            Pushed::Behind
+        }
+        fn push(&self, _: Push) -> Pushed {
+            Pushed::Behind
+        }
+        fn overflow(&self) {}
+        fn close(&self) {}
+        fn poke(&self) {}
+    }
+
+    fn engine(limits: Limits) -> Memory {
+        let shared = Arc::new(Shared::new());
+        let fences = Fences::new(Arc::clone(&shared), None).expect("there is no file to fail");
+        Memory::new(Options {
+            limits,
+            auto_release: AutoRelease::Any,
+            grant_delay: Span::ZERO,
+            sweep_interval: Duration::from_secs(1),
+            shared,
+            fences,
+            clock: Clock::manual(),
+        })
+    }
+
+    fn ask(engine: &Memory, by: &Attachment, request: u64, command: Command<'_>) -> Submitted {
+        engine.submit(by, RequestId(request), true, command, &mut Pokes::new())
+    }
+
+    /// GUARANTEES 48: the results that are kept for one session have a bound in all shards together, also those of
+    /// requests that somebody else's request answers. The oldest go first.
+    #[test]
+    fn the_results_of_a_session_are_bounded_in_all_shards_together() {
+        let engine = engine(Limits::default());
+        let [hog, other] = [(); 2].map(|()| engine.open(Arc::new(Nobody), "".into()));
+        engine.keep(&hog).expect("there is room");
+        let value = vec![b'v'; 8_000];
+        let bounded = |what: &str| {
+            let (results, bytes) = hog.session.usage.results();
+            assert!(results <= 1024 && bytes <= 1 << 20, "{what}: {results}, {bytes} bytes");
+        };
+        let pop = |number: u64| {
+            let key = format!("list-{number}");
+            let (end, wait) = (End::Left, Some(Span::from_secs(60)));
+            ask(&engine, &hog, number, Command::Pop { key: key.as_bytes(), end, wait })
+        };
+        let push = |number: u64| {
+            let key = format!("list-{number}");
+            let (key, end) = (key.as_bytes(), End::Left);
+            ask(&engine, &other, number, Command::Push { key, end, value: &value });
+        };
+        for number in 1..=1_000 {
+            push(number);
+            assert!(matches!(pop(number), Submitted::Done(Outcome::Popped { .. })));
+            bounded("popped");
+        }
+        for number in 900..=1_000 {
+            assert!(matches!(pop(number), Submitted::Done(Outcome::Popped { .. })), "{number}");
+        }
+        assert_eq!(pop(1), Submitted::Done(Outcome::Refused(Refusal::Forgotten)));
+        for number in 1_001..=2_000 {
+            assert!(matches!(pop(number), Submitted::Later(_)));
+        }
+        for number in 1_001..=2_000 {
+            push(number);
+            bounded("handed over");
+        }
+        // Small ones are bounded in number.
+        for number in 2_001..=5_000 {
+            let key = format!("counter-{number}");
+            let add = Command::Add { key: key.as_bytes(), delta: 1, decrement: false };
+            assert_eq!(ask(&engine, &hog, number, add), Submitted::Done(Outcome::Number(1)));
+            bounded("counted");
+        }
+        engine.check_invariants();
+    }
+
+    /// GUARANTEES 48: the key that is idle for longest makes room, although another shard asks.
+    #[test]
+    fn idle_locks_of_all_shards_make_room() {
+        let engine = engine(Limits { locks_max: 10, ..Limits::default() });
+        let client = engine.open(Arc::new(Nobody), "".into());
+        let mut request = 0;
+        let mut lock = |key: &str| {
+            request += 1;
+            let (mode, wait) = (dflockd_core::Mode::Mutex, Span::ZERO);
+            let acquire =
+                Command::Acquire { key: key.as_bytes(), mode, wait, lease: None, salt: 7 };
+            ask(&engine, &client, request, acquire)
+        };
+        for number in 0..10 {
+            let key = format!("k{number}");
+            let Submitted::Done(Outcome::Granted(grant)) = lock(&key) else {
+                panic!("there is room for {key}")
+            };
+            if let Clock::Manual(now) = engine.clock() {
+                now.fetch_add(1, Ordering::SeqCst);
+            }
+            let space = dflockd_core::Space::Locks;
+            let (key, token) = (key.as_bytes(), grant.token);
+            let release = Command::Release { key, space, token, resign: false };
+            engine.submit(&client, RequestId(1 << 63), false, release, &mut Pokes::new());
+        }
+        for number in 0..10 {
+            let known = engine.ls(b"k", None, 100);
+            assert_eq!(known.len(), 10 - number, "the oldest have gone");
+            let first = format!("k{number}");
+            assert!(known.iter().any(|listed| *listed.key == *first.as_bytes()), "{known:?}");
+            assert!(matches!(lock(&format!("new{number}")), Submitted::Done(Outcome::Granted(_))));
+        }
+        assert_eq!(lock("one-more"), Submitted::Done(Outcome::Refused(Refusal::MaxLocks)));
+    }
+}

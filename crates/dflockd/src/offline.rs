@@ -91,9 +91,9 @@ fn delay(matches: &ArgMatches) -> Result<Delay, String> {
 fn warn_of_risk(begun: &Begun) {
     if begun.delay < begun.delay_safe {
         eprintln!(
-            "warning: a lease of before may last for {} s, and --grant-delay-max cuts the delay to {} s. Its holder may \
-             still believe in it when the lock is granted again: make sure that no client of before still works, or \
-             that the storage checks fences.",
+            "warning: a lease of before may last for {} s, and --grant-delay-max cuts the delay to {} s. Its holder \
+             may still believe in it when the lock is granted again: make sure that no client of before still works, \
+             or that the storage checks fences.",
             seconds(begun.delay_safe),
             seconds(begun.delay)
         );

@@ -356,8 +356,8 @@ impl Machine {
     }
 
     /// The version that a cluster which has just begun should use: one that all its members read, and that no program
-    /// was too old for which has ever been a member, so that nobody could want to go back. None if it has one already, or
-    /// if this machine can not know.
+    /// was too old for which has ever been a member, so that nobody could want to go back. None if it has one already,
+    /// or if this machine can not know.
     #[must_use]
     pub fn first_version(&self) -> Option<u32> {
         if self.added.version != 0 || !self.from_beginning || self.registry.policy.is_none() {
@@ -366,6 +366,15 @@ impl Machine {
         let versions = self.registry.members.keys().map(|id| self.added.versions.get(id).copied());
         let read_by_all = versions.min()??;
         (read_by_all > 1 && self.oldest == Some(read_by_all)).then_some(read_by_all)
+    }
+
+    /// Whether a node that is the whole cluster, and has just begun it, is about to raise its version and to set the
+    /// limits of that: in a moment, and then never again.
+    #[must_use]
+    pub fn is_settling(&self) -> bool {
+        let is_new = self.from_beginning && self.oldest == Some(self.version());
+        let alone = self.registry.members.len() == 1;
+        alone && (self.first_version().is_some() || is_new && self.lacks_limits())
     }
 
     /// Whether the cluster has reached a version whose limits and rules are not in its policy yet.

@@ -31,7 +31,7 @@ use super::machine;
 /// | Version | What it brought |
 /// | --- | --- |
 /// | 1 | the first |
-/// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and in snapshots; the rules that go with them |
+/// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
 pub const NEWEST: u32 = 2;
 
 /// For tests of upgrades, and for nothing else: the version up to which this process says it reads. One above

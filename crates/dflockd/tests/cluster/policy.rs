@@ -69,7 +69,8 @@ fn what_clients_have_is_bounded() {
     other.check("e", "c", "40", "queued");
     other.check("e", "d", "40", "error_max_waiters");
     other.check("blpop", "list", "5", "error_max_waiters");
-    let kept = client.ask("hello", "first", "keep");
+    let mut first = cluster.connect(leader);
+    let kept = first.ask("hello", "first", "keep");
     let mut second = cluster.connect(at);
     let refused = second.ask("hello", "second", "keep");
     assert!(kept.starts_with("ok keep=") && refused == "error", "{kept}, {refused}");

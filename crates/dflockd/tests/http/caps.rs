@@ -34,7 +34,8 @@ fn sessions_in_all() {
     assert_eq!(overview["http_sessions"], 3, "{overview}");
 }
 
-/// GUARANTEES 48: without a limit of HTTP itself, that of all sessions counts; what a session holds and waits for has one.
+/// GUARANTEES 48: without a limit of HTTP itself, that of all sessions counts; what a session holds and waits for has
+/// one.
 #[test]
 fn sessions_and_what_they_have() {
     let site = Site::start(&[
