@@ -139,7 +139,9 @@ fn a_forced_cluster_grants_nothing_while_an_old_lease_may_last() {
 #[test]
 fn the_delay_of_a_new_cluster_can_be_bounded() {
     let mut cluster = Cluster::start(1, &[]);
-    cluster.connect(0).lock("k", "0 80000");
+    // It stays connected: a client that goes releases what it holds.
+    let mut holder = cluster.connect(0);
+    holder.lock("k", "0 80000");
     cluster.nodes[0].kill();
     let dir = cluster.nodes[0].dir.to_str().unwrap().to_owned();
     let force = ["force-new", "--raft-dir", &dir, "--yes"];
