@@ -47,6 +47,9 @@ pub(crate) struct RestoreArgs {
     /// Grant nothing for so many seconds; never less than the longest lease in the backup.
     #[arg(long, value_name = "SECONDS")]
     grant_delay: Option<u64>,
+    /// But for no more than so many, even if a lease in the backup is longer: its holder may still believe in it.
+    #[arg(long, value_name = "SECONDS")]
+    grant_delay_max: Option<u64>,
     /// The server program.
     #[arg(long, value_name = "FILE")]
     dflockd: Option<PathBuf>,
@@ -173,6 +176,9 @@ pub(crate) fn restore(args: &RestoreArgs) -> Result<Status, Failure> {
     }
     if let Some(delay) = args.grant_delay {
         give("--grant-delay", delay.to_string());
+    }
+    if let Some(delay) = args.grant_delay_max {
+        give("--grant-delay-max", delay.to_string());
     }
     run_server(&server_program(args.dflockd.as_deref()), &given)
 }

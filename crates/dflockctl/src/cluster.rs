@@ -139,6 +139,9 @@ pub(crate) enum ClusterVerb {
         /// Grant nothing for so many seconds; never less than the longest lease that is known.
         #[arg(long, value_name = "SECONDS")]
         grant_delay: Option<u64>,
+        /// But for no more than so many, even if a longer lease is known: its holder may still believe in it.
+        #[arg(long, value_name = "SECONDS")]
+        grant_delay_max: Option<u64>,
         /// The server program.
         #[arg(long, value_name = "FILE")]
         dflockd: Option<PathBuf>,
@@ -203,13 +206,16 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             task.tell(&text, json!({ "node": node, "peer_addr": peer_addr }))
         }
         ClusterVerb::Finalize { change } => finalize(Task::new(change, outer)?),
-        ClusterVerb::ForceNew { raft_dir, yes, dry_run, grant_delay, dflockd } => {
+        ClusterVerb::ForceNew { raft_dir, yes, dry_run, grant_delay, grant_delay_max, dflockd } => {
             let mut args = vec!["force-new".to_owned(), "--raft-dir".to_owned()];
             args.push(raft_dir.display().to_string());
             args.extend(yes.then(|| "--yes".to_owned()));
             args.extend(dry_run.then(|| "--dry-run".to_owned()));
             if let Some(delay) = grant_delay {
                 args.extend(["--grant-delay".to_owned(), delay.to_string()]);
+            }
+            if let Some(delay) = grant_delay_max {
+                args.extend(["--grant-delay-max".to_owned(), delay.to_string()]);
             }
             run_server(&server_program(dflockd.as_deref()), &args)
         }

@@ -48,9 +48,13 @@ impl Store {
         if wait == Span::ZERO {
             return Some(Outcome::Timeout);
         }
-        let key = match self.barriers.get_key_value(key) {
-            Some((key, _)) => key.clone(),
-            None if self.shared.add_key(self.limits.keys_max) => Bytes::from(key),
+        if self.has_all_waits(session) {
+            return Some(Outcome::Refused(Refusal::MaxWaits));
+        }
+        let known = self.barriers.get_key_value(key).map(|(key, _)| key.clone());
+        let key = match known {
+            Some(key) => key,
+            None if self.add_key() => Bytes::from(key),
             None => return Some(Outcome::Refused(Refusal::MaxKeys)),
         };
         let timer = self.deadlines.add_timer(self.now + wait, Timer::Barrier { session, request });

@@ -58,17 +58,17 @@ impl Store {
         event: Event,
         effects: &mut Vec<Effect>,
     ) -> Result<(), Refusal> {
-        let key = match self.counters.get_key_value(key) {
-            Some((key, counter)) => {
-                let key = key.clone();
-                self.idle_values.remove(&(counter.changed_at, IdleValue::Counter, key.clone()));
+        let known = self.counters.get_key_value(key);
+        let key = match known.map(|(key, counter)| (key.clone(), counter.changed_at)) {
+            Some((key, changed_at)) => {
+                self.idle_values[IdleValue::Counter].remove(&(changed_at, key.clone()));
                 key
             }
-            None if self.shared.add_key(self.limits.keys_max) => Bytes::from(key),
+            None if self.add_key() => Bytes::from(key),
             None => return Err(Refusal::MaxKeys),
         };
         if value == 0 {
-            self.idle_values.insert((self.now, IdleValue::Counter, key.clone()));
+            self.idle_values[IdleValue::Counter].insert((self.now, key.clone()));
         }
         let revision = self.change(event, &key, effects);
         self.counters.insert(key, Counter { value, changed_at: self.now, revision });

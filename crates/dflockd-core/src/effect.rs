@@ -149,6 +149,12 @@ pub enum Refusal {
     Forgotten,
     /// Nobody could decide it in time, and nothing will come of it.
     Unavailable,
+    /// `Limits::holds_per_session_max`.
+    MaxHolds,
+    /// `Limits::waits_per_session_max`.
+    MaxWaits,
+    /// `Limits::sessions_max`.
+    MaxSessions,
 }
 
 /// A line for a subscriber.

@@ -179,7 +179,7 @@ impl Store {
         }
         ensure!(holds == session.holds.len() as usize, "{id:?} has a broken chain of holds");
         totals.session_holds += holds;
-        for (&request, blocked) in &session.blocked {
+        for (&request, blocked) in session.blocked.iter() {
             let right = match blocked {
                 Blocked::Claim(slot) => {
                     let claim = &self.locks.claims[*slot];
@@ -198,7 +198,7 @@ impl Store {
             ensure!(right, "{id:?} is blocked by nothing");
             totals.session_blocked += 1;
         }
-        for ((space, key), enqueued) in &session.enqueued {
+        for ((space, key), enqueued) in session.enqueued.iter() {
             match enqueued {
                 Enqueued::Claim(slot) => {
                     let claim = &self.locks.claims[*slot];
@@ -236,20 +236,23 @@ impl Store {
     fn verify_values(&self, totals: &mut Totals) -> Result<(), String> {
         let mut idle = 0;
         for (key, counter) in self.counters.iter().filter(|(_, counter)| counter.value == 0) {
-            let entry = (counter.changed_at, IdleValue::Counter, key.clone());
-            ensure!(self.idle_values.contains(&entry), "zero counter {key:?} stays for ever");
+            let idle_since = (counter.changed_at, key.clone());
+            let known = self.idle_values[IdleValue::Counter].contains(&idle_since);
+            ensure!(known, "zero counter {key:?} stays for ever");
             idle += 1;
         }
         for (key, kv) in &self.kv {
             if kv.timer.is_some() {
                 totals.timers += 1;
             } else if self.limits.kv_idle_gc {
-                let entry = (kv.changed_at, IdleValue::Kv, key.clone());
-                ensure!(self.idle_values.contains(&entry), "entry {key:?} stays for ever");
+                let idle_since = (kv.changed_at, key.clone());
+                let known = self.idle_values[IdleValue::Kv].contains(&idle_since);
+                ensure!(known, "entry {key:?} stays for ever");
                 idle += 1;
             }
         }
-        ensure!(idle == self.idle_values.len(), "idle values that do not exist");
+        let known = [IdleValue::Counter, IdleValue::Kv].map(|kind| self.idle_values[kind].len());
+        ensure!(idle == known.iter().sum::<usize>(), "idle values that do not exist");
         for (key, list) in &self.lists {
             ensure!(list.items.is_empty() != list.poppers.is_empty(), "list {key:?} is wrong");
             let in_order = list.poppers.iter().all(|(&place, popper)| place == popper.timer.1);

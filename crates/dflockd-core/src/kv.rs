@@ -94,12 +94,12 @@ impl Store {
                 self.kv_unindex(&key, &entry);
                 key
             }
-            None if self.shared.add_key(self.limits.keys_max) => Bytes::from(key),
+            None if self.add_key() => Bytes::from(key),
             None => return Outcome::Refused(Refusal::MaxKeys),
         };
         let timer = ttl.map(|ttl| self.deadlines.add_timer(self.now + ttl, Timer::Kv(key.clone())));
         if timer.is_none() && self.limits.kv_idle_gc {
-            self.idle_values.insert((self.now, IdleValue::Kv, key.clone()));
+            self.idle_values[IdleValue::Kv].insert((self.now, key.clone()));
         }
         let revision = self.change(event, &key, effects);
         let entry = KvEntry { value: Bytes::from(value), timer, changed_at: self.now, revision };
@@ -111,7 +111,7 @@ impl Store {
         match entry.timer {
             Some(timer) => self.deadlines.remove_timer(timer),
             None => {
-                self.idle_values.remove(&(entry.changed_at, IdleValue::Kv, key.clone()));
+                self.idle_values[IdleValue::Kv].remove(&(entry.changed_at, key.clone()));
             }
         }
     }

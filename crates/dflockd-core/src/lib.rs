@@ -44,10 +44,10 @@ pub use effect::{
     Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
 };
 pub use pattern::{is_literal, is_valid as pattern_is_valid, matches as pattern_matches};
-pub use session::Progress;
+pub use session::{Progress, Usage};
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
-pub use store::Store;
+pub use store::{Idle, Store, Usages};
 pub use tally::{BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Tally};
 pub use types::{
     Bytes, End, Fence, Limits, LimitsV2, Mode, RequestId, Revision, SessionId, Space, Span,

@@ -63,7 +63,7 @@ impl Store {
             let revision = self.change(event, &key, effects);
             return Outcome::Number(self.put(&key, end, Bytes::from(value), revision));
         }
-        if !self.shared.add_key(self.limits.keys_max) {
+        if !self.add_key() {
             return Outcome::Refused(Refusal::MaxKeys);
         }
         let key = Bytes::from(key);
@@ -112,9 +112,13 @@ impl Store {
     }
 
     fn block_pop(&mut self, caller: Caller, key: &[u8], end: End, wait: Span) -> Option<Outcome> {
-        let key = match self.lists.get_key_value(key) {
-            Some((key, _)) => key.clone(),
-            None if self.shared.add_key(self.limits.keys_max) => {
+        if self.has_all_waits(caller.session) {
+            return Some(Outcome::Refused(Refusal::MaxWaits));
+        }
+        let known = self.lists.get_key_value(key).map(|(key, _)| key.clone());
+        let key = match known {
+            Some(key) => key,
+            None if self.add_key() => {
                 let key = Bytes::from(key);
                 self.lists.insert(key.clone(), self.empty_list());
                 key

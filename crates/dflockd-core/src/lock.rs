@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
 use crate::chain::{Arena, Chain, Linked, Links, Slot};
-use crate::command::Caller;
+use crate::command::{Caller, Command};
 use crate::deadline::{Timer, TimerKey};
 use crate::effect::{Effect, Event, Grant, LeaderEvent, LostReason, Outcome, Push, Refusal};
 use crate::session::{Blocked, Enqueued};
@@ -225,6 +225,15 @@ impl Locks {
     }
 }
 
+/// What a lock is that is asked for in this mode.
+fn kind_of(mode: Mode) -> LockKind {
+    match mode {
+        Mode::Mutex | Mode::Election => LockKind::Slots(1),
+        Mode::Semaphore { limit } => LockKind::Slots(limit),
+        Mode::Read | Mode::Write => LockKind::ReadWrite,
+    }
+}
+
 /// How a new claim begins.
 enum Entry {
     Grant(Fence),
@@ -254,6 +263,9 @@ impl Store {
         salt: u64,
         effects: &mut Vec<Effect>,
     ) -> Option<Outcome> {
+        if self.has_all_holds(caller.session) {
+            return Some(Outcome::Refused(Refusal::MaxHolds));
+        }
         let lock = match self.lock_for(key, mode) {
             Ok(lock) => lock,
             Err(refusal) => return Some(Outcome::Refused(refusal)),
@@ -268,6 +280,9 @@ impl Store {
                 let primitive = Primitive::asked(&self.locks.arena[lock], mode);
                 self.tally.counts(primitive).timeouts += 1;
                 Some(Outcome::Timeout)
+            }
+            Ok(Entry::Queue) if self.has_all_waits(caller.session) => {
+                Some(Outcome::Refused(Refusal::MaxWaits))
             }
             Ok(Entry::Queue) => {
                 let claim = self.claim(lock, caller.session, mode, lease, salt);
@@ -292,6 +307,12 @@ impl Store {
         if let Some(Enqueued::Claim(_)) = self.session(session).enqueued.get(&record) {
             return Outcome::Refused(Refusal::AlreadyEnqueued);
         }
+        if self.has_all_holds(session) {
+            return Outcome::Refused(Refusal::MaxHolds);
+        }
+        if self.has_all_waits(session) {
+            return Outcome::Refused(Refusal::MaxWaits);
+        }
         let lock = match self.lock_for(key, mode) {
             Ok(lock) => lock,
             Err(refusal) => return Outcome::Refused(refusal),
@@ -312,6 +333,48 @@ impl Store {
                 Outcome::Queued
             }
         }
+    }
+
+    /// Whether a command might be granted or renew a lease, at once or later; false if it is certain to be refused.
+    #[must_use]
+    pub fn may_lease(&self, command: &Command<'_>) -> bool {
+        let (key, mode, waits) = match *command {
+            Command::Renew { key, space, token, .. } => {
+                return self.locks.held(self.space(space), key, token).is_some();
+            }
+            Command::Acquire { key, mode, wait, .. } => (key, mode, wait > Span::ZERO),
+            Command::Enqueue { key, mode, .. } => (key, mode, true),
+            Command::Tick
+            | Command::NewTerm
+            | Command::Wait { .. }
+            | Command::Release { .. }
+            | Command::RenewSession { .. }
+            | Command::ForceRelease { .. }
+            | Command::Add { .. }
+            | Command::CounterSet { .. }
+            | Command::KvSet { .. }
+            | Command::KvDelete { .. }
+            | Command::KvCompareAndSet { .. }
+            | Command::Push { .. }
+            | Command::Pop { .. }
+            | Command::BarrierWait { .. }
+            | Command::Signal { .. }
+            | Command::Subscribe(_)
+            | Command::Unsubscribe(_)
+            | Command::Cancel { .. }
+            | Command::Acknowledge { .. }
+            | Command::Undo(_)
+            | Command::Detach { .. }
+            | Command::Attach
+            | Command::Orphan { .. }
+            | Command::EndSession { .. } => return false,
+        };
+        let Some(slot) = self.locks.find(self.space(mode.space()), key) else { return true };
+        let lock = &self.locks.arena[slot];
+        let has_room = lock.queue.is_empty() && lock.has_room_for(mode == Mode::Write);
+        let waiters_max = self.limits.waiters_max;
+        let can_queue = waiters_max == 0 || u64::from(lock.queue.len()) < waiters_max;
+        lock.kind == kind_of(mode) && (has_room || waits && can_queue)
     }
 
     pub(crate) fn wait(
@@ -385,7 +448,7 @@ impl Store {
                 Refusal::NotHeld
             });
         };
-        let lease = lease.unwrap_or(self.limits.default_lease);
+        let lease = self.limits.lease(lease);
         let claim = &mut self.locks.claims[slot];
         let hold = claim.hold.as_mut().expect("found by its fence");
         self.deadlines.remove_lease(hold.base, hold.fence);
@@ -404,6 +467,7 @@ impl Store {
     /// Restarts the leases of the holds that follow the session.
     pub(crate) fn renew_session(&mut self, session: SessionId, lease: Span) -> Outcome {
         let Some(owner) = self.sessions.get(&session) else { return Outcome::Number(0) };
+        let lease = self.limits.lease(Some(lease));
         let holds = owner.holds.iter(&self.locks.claims);
         let follow = holds.filter(|(_, claim)| claim.lease == lease);
         let slots: Vec<Slot> = follow.map(|(slot, _)| slot).collect();
@@ -488,6 +552,7 @@ impl Store {
             && let Some(owner) = self.sessions.get_mut(&self.locks.claims[slot].session)
         {
             owner.holds.remove(&mut self.locks.claims, slot);
+            owner.count_hold(false);
         }
         let primitive = self.primitive(slot);
         let claim = self.locks.claims.remove(slot);
@@ -610,6 +675,8 @@ impl Store {
     /// Makes a claim a hold.
     fn grant(&mut self, slot: Slot, fence: Fence, effects: &mut Vec<Effect>) -> Grant {
         let claim = &mut self.locks.claims[slot];
+        // The longest lease may have become shorter while it waited.
+        claim.lease = self.limits.lease(Some(claim.lease));
         let base = self.now + claim.lease;
         claim.hold = Some(Hold { fence, base });
         claim.since = self.now;
@@ -629,6 +696,7 @@ impl Store {
         self.deadlines.add_lease(base, fence, slot);
         let owner = self.sessions.get_mut(&session).expect("claims are made for a session");
         owner.holds.push_back(&mut self.locks.claims, slot);
+        owner.count_hold(true);
 
         let event = if election { Event::Elect } else { Event::Acquire };
         let revision = self.change(event, &key, effects);
@@ -641,11 +709,7 @@ impl Store {
     }
 
     fn lock_for(&mut self, key: &[u8], mode: Mode) -> Result<Slot, Refusal> {
-        let kind = match mode {
-            Mode::Mutex | Mode::Election => LockKind::Slots(1),
-            Mode::Semaphore { limit } => LockKind::Slots(limit),
-            Mode::Read | Mode::Write => LockKind::ReadWrite,
-        };
+        let kind = kind_of(mode);
         let space = self.space(mode.space());
         if let Some(slot) = self.locks.find(space, key) {
             return match (self.locks.arena[slot].kind, kind) {
@@ -656,7 +720,7 @@ impl Store {
                 | (LockKind::Slots(_), LockKind::ReadWrite) => Err(Refusal::TypeMismatch),
             };
         }
-        if !self.shared.add_lock(self.limits.locks_max) {
+        if !self.add_lock() {
             return Err(Refusal::MaxLocks);
         }
         let slot = self.locks.insert(Lock {
@@ -674,6 +738,32 @@ impl Store {
         });
         self.locks.settle(slot, self.now);
         Ok(slot)
+    }
+
+    /// Counts one more lock, if there is room or idle ones can make some.
+    fn add_lock(&mut self) -> bool {
+        while !self.shared.add_lock(self.limits.locks_max) {
+            if !self.limits.follows(2) || !self.drop_idlest_locks() {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Drops the locks that are idle for longest: all of that instant, because their order is not part of the state.
+    pub(crate) fn drop_idlest_locks(&mut self) -> bool {
+        let since = self.locks.longest_idle();
+        while since.is_some() && self.locks.longest_idle() == since {
+            self.locks.drop_longest_idle();
+            self.shared.remove_lock();
+        }
+        since.is_some()
+    }
+
+    /// Whether there is such a lock.
+    #[must_use]
+    pub fn has_lock(&self, space: Space, key: &[u8]) -> bool {
+        self.locks.find(self.space(space), key).is_some()
     }
 
     /// Whether a new claim is granted at once or must queue; an error if it can not even do that.
@@ -706,7 +796,7 @@ impl Store {
             exclusive: mode == Mode::Write,
             election: mode == Mode::Election,
             salt,
-            lease: lease.unwrap_or(self.limits.default_lease),
+            lease: self.limits.lease(lease),
             since: self.now,
             request: None,
             enqueued: false,

@@ -18,10 +18,11 @@ impl Store {
         asked.chain(self.locks.renewed.values().copied()).max().unwrap_or(Span::ZERO)
     }
 
-    /// Ends all sessions and holds, gives out no fence below `fence`, and grants nothing for `delay`. Values stay.
+    /// Ends all sessions and holds, gives out no fence below `fence`, and grants nothing for `delay`: the first
+    /// at least, and no longer than the second, even if an earlier delay has not ended. Values stay.
     ///
     /// Nobody is told: whoever might listen talks to what was before.
-    pub fn begin_anew(&mut self, fence: u64, delay: Span) {
+    pub fn begin_anew(&mut self, fence: u64, (delay, delay_max): (Span, Option<Span>)) {
         let mut effects = Vec::new();
         self.shared.raise_fence(fence);
         let earlier = self
@@ -33,6 +34,9 @@ impl Store {
         if let Some(key) = earlier {
             grants_from = grants_from.max(key.0);
             self.deadlines.remove_timer(key);
+        }
+        if let Some(max) = delay_max {
+            grants_from = grants_from.min(self.now + max);
         }
         // First, or the end of one session would be another's grant.
         self.grants_open = false;
@@ -63,7 +67,7 @@ mod tests {
     use super::*;
     use crate::effect::{Effect, Outcome};
     use crate::shared::Shared;
-    use crate::types::{Limits, Mode, Space, Timestamp};
+    use crate::types::{Limits, LimitsV2, Mode, Space, Timestamp};
 
     fn at_secs(seconds: u64) -> Timestamp {
         Timestamp(0) + Span::from_secs(seconds)
@@ -117,6 +121,8 @@ mod tests {
         store.apply(caller, release, at_secs(41), &mut Vec::new());
         store.check_invariants();
         assert_eq!(store.longest_lease(), Span::ZERO);
+        assert_eq!(store.snapshot()[0], 3, "the form of the rules that it follows");
+        store.set_limits(Limits::default().with_v2(LimitsV2::default()));
         assert_eq!(store.snapshot()[0], 1, "what all versions read");
     }
 
@@ -133,7 +139,7 @@ mod tests {
         store.apply(caller, end, at_secs(3), &mut Vec::new());
         assert_eq!(store.longest_lease(), Span::from_secs(40));
 
-        store.begin_anew(first + 1000, Span::from_secs(50));
+        store.begin_anew(first + 1000, (Span::from_secs(50), None));
         store.check_invariants();
         let bytes = store.snapshot();
         let mut store = Store::restore(&bytes, Arc::new(Shared::new())).expect("it is whole");
@@ -145,5 +151,10 @@ mod tests {
         let nobody = Caller { session: SessionId(0), request: RequestId(0), keep: false };
         store.apply(nobody, Command::Tick, at_secs(53), &mut effects);
         assert!(fence(&effects).expect("it waited") >= first + 1000);
+        // Once more, with an end to the delay before the first one's.
+        store.begin_anew(first + 2000, (Span::from_secs(500), None));
+        store.begin_anew(first + 2000, (Span::from_secs(7), Some(Span::from_secs(7))));
+        let effects = acquire(&mut store, 4, 60, 0, 5);
+        assert!(fence(&effects).expect("seven seconds are over") >= first + 2000);
     }
 }

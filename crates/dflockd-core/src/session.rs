@@ -2,7 +2,10 @@
 
 use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::ops::Deref;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Deserialize, Serialize};
 
@@ -19,9 +22,11 @@ pub(crate) struct Session {
     /// By fence, because they are added when granted.
     pub(crate) holds: Chain<IN_SESSION>,
     /// Places taken by `Enqueue` and not yet claimed by `Wait`.
-    pub(crate) enqueued: BTreeMap<(Space, Bytes), Enqueued>,
+    pub(crate) enqueued: Waits<(Space, Bytes), Enqueued>,
     /// Requests that are not answered yet.
-    pub(crate) blocked: BTreeMap<RequestId, Blocked>,
+    pub(crate) blocked: Waits<RequestId, Blocked>,
+    /// What it has in all stores of the server; none if there is only this one.
+    usage: Option<Arc<Usage>>,
     pub(crate) subscriptions: BTreeSet<Owned>,
     /// Set for a session whose requests can be repeated.
     pub(crate) results: Option<Box<Results>>,
@@ -40,6 +45,94 @@ pub enum Progress {
     Answered(Outcome),
     /// Never seen, or answered and forgotten.
     Unknown,
+}
+
+/// What a session has in all stores of one server together. Each store counts what it does; one that decides by it may
+/// be a request of the same session late.
+#[derive(Debug, Default)]
+pub struct Usage {
+    holds: AtomicU64,
+    waits: AtomicU64,
+    results: AtomicU64,
+    result_bytes: AtomicU64,
+    /// Numbers results in the order they were made.
+    results_made: AtomicU64,
+}
+
+impl Usage {
+    /// How many results are kept for retries, and about how many bytes they have.
+    #[must_use]
+    pub fn results(&self) -> (u64, u64) {
+        (self.results.load(Relaxed), self.result_bytes.load(Relaxed))
+    }
+
+    fn results_changed(&self, before: (u64, u64), after: (u64, u64)) {
+        // Wraps around where it became less.
+        self.results.fetch_add(after.0.wrapping_sub(before.0), Relaxed);
+        self.result_bytes.fetch_add(after.1.wrapping_sub(before.1), Relaxed);
+    }
+}
+
+/// What a session waits for, counted where several stores are one server.
+pub(crate) struct Waits<K, V> {
+    map: BTreeMap<K, V>,
+    usage: Option<Arc<Usage>>,
+}
+
+impl<K: Ord, V: IsWait> Waits<K, V> {
+    fn new(usage: Option<Arc<Usage>>) -> Self {
+        Self { map: BTreeMap::new(), usage }
+    }
+
+    pub(crate) fn insert(&mut self, key: K, value: V) {
+        self.count(value.is_wait(), true);
+        if let Some(before) = self.map.insert(key, value) {
+            self.count(before.is_wait(), false);
+        }
+    }
+
+    pub(crate) fn remove(&mut self, key: &K) -> Option<V> {
+        let value = self.map.remove(key)?;
+        self.count(value.is_wait(), false);
+        Some(value)
+    }
+
+    fn take(&mut self) -> Vec<V> {
+        let all: Vec<V> = core::mem::take(&mut self.map).into_values().collect();
+        all.iter().for_each(|value| self.count(value.is_wait(), false));
+        all
+    }
+
+    fn count(&self, is_wait: bool, more: bool) {
+        if let Some(usage) = self.usage.as_ref().filter(|_| is_wait) {
+            usage.waits.fetch_add(if more { 1 } else { u64::MAX }, Relaxed);
+        }
+    }
+}
+
+impl<K, V> Deref for Waits<K, V> {
+    type Target = BTreeMap<K, V>;
+
+    fn deref(&self) -> &BTreeMap<K, V> {
+        &self.map
+    }
+}
+
+/// Notes about the past are no waits.
+pub(crate) trait IsWait {
+    fn is_wait(&self) -> bool;
+}
+
+impl IsWait for Enqueued {
+    fn is_wait(&self) -> bool {
+        matches!(self, Self::Claim(_))
+    }
+}
+
+impl IsWait for Blocked {
+    fn is_wait(&self) -> bool {
+        true
+    }
 }
 
 /// A two-phase record.
@@ -67,6 +160,10 @@ pub(crate) struct Results {
     pub(crate) bytes: u64,
     /// The highest request whose result is gone.
     pub(crate) forgotten: Option<RequestId>,
+    /// Where several stores are one server: when each was made, among all results of the session. Such a store has no
+    /// snapshots.
+    #[serde(skip)]
+    made: BTreeMap<RequestId, u64>,
 }
 
 impl Results {
@@ -81,12 +178,20 @@ impl Results {
         self.order.push_back(request);
         while self.order.len() as u64 > limits.results_max || self.bytes > limits.results_bytes_max
         {
-            let Some(oldest) = self.order.pop_front() else { break };
-            if let Some(outcome) = self.kept.remove(&oldest) {
-                self.bytes -= size(&outcome);
+            if !self.forget_oldest() {
+                break;
             }
-            self.forgotten = self.forgotten.max(Some(oldest));
         }
+    }
+
+    fn forget_oldest(&mut self) -> bool {
+        let Some(oldest) = self.order.pop_front() else { return false };
+        if let Some(outcome) = self.kept.remove(&oldest) {
+            self.bytes -= size(&outcome);
+        }
+        self.made.remove(&oldest);
+        self.forgotten = self.forgotten.max(Some(oldest));
+        true
     }
 
     fn acknowledge(&mut self, up_to: RequestId) {
@@ -96,6 +201,7 @@ impl Results {
         self.forgotten = self.forgotten.max(gone.last_key_value().map(|(&request, _)| request));
         self.bytes -= gone.values().map(size).sum::<u64>();
         self.order.retain(|request| !gone.contains_key(request));
+        self.made.retain(|request, _| !gone.contains_key(request));
     }
 }
 
@@ -122,16 +228,33 @@ fn size(outcome: &Outcome) -> u64 {
 }
 
 impl Session {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(usage: Option<Arc<Usage>>) -> Self {
         Self {
             holds: Chain::new(),
-            enqueued: BTreeMap::new(),
-            blocked: BTreeMap::new(),
+            enqueued: Waits::new(usage.clone()),
+            blocked: Waits::new(usage.clone()),
+            usage,
             subscriptions: BTreeSet::new(),
             results: None,
             detached: None,
             notes: BTreeMap::new(),
         }
+    }
+
+    pub(crate) fn count_hold(&self, more: bool) {
+        if let Some(usage) = &self.usage {
+            usage.holds.fetch_add(if more { 1 } else { u64::MAX }, Relaxed);
+        }
+    }
+
+    fn holds_counted(&self) -> u64 {
+        let here = || self.holds.len().into();
+        self.usage.as_ref().map_or_else(here, |usage| usage.holds.load(Relaxed))
+    }
+
+    fn waits_counted(&self) -> u64 {
+        let here = || (self.blocked.len() + self.enqueued.len() - self.notes.len()) as u64;
+        self.usage.as_ref().map_or_else(here, |usage| usage.waits.load(Relaxed))
     }
 
     /// How many results are kept, and about how many bytes they have.
@@ -226,8 +349,71 @@ impl Store {
             && let Some(results) = &mut owner.results
         {
             let before = (results.kept.len() as u64, results.bytes);
+            if let Some(usage) = &owner.usage {
+                results.made.insert(request, usage.results_made.fetch_add(1, Relaxed));
+            }
             results.keep(request, outcome, &self.limits);
-            self.tally.results_changed(before, (results.kept.len() as u64, results.bytes));
+            self.results_changed(session, before);
+        }
+    }
+
+    /// Keeps count of the results of a session, which were `before`.
+    fn results_changed(&mut self, session: SessionId, before: (u64, u64)) {
+        let Some(owner) = self.sessions.get(&session) else { return };
+        let after = owner.results_kept();
+        if let Some(usage) = &owner.usage {
+            usage.results_changed(before, after);
+        }
+        self.tally.results_changed(before, after);
+    }
+
+    /// The kept results of a session: when each was made, among all that its stores keep, and about its bytes.
+    #[must_use]
+    pub fn results_made(&self, session: SessionId) -> Vec<(u64, u64)> {
+        let results = self.sessions.get(&session).and_then(|owner| owner.results.as_deref());
+        let Some(results) = results else { return Vec::new() };
+        let made = results.made.iter();
+        made.filter_map(|(request, &made)| Some((made, size(results.kept.get(request)?)))).collect()
+    }
+
+    /// Forgets the results of a session that were made up to `made`: those of all its stores together were too many.
+    pub fn forget_results(&mut self, session: SessionId, made: u64) {
+        let Some(owner) = self.sessions.get_mut(&session) else { return };
+        let before = owner.results_kept();
+        let Some(results) = &mut owner.results else { return };
+        while let Some(oldest) = results.order.front()
+            && results.made.get(oldest).is_none_or(|at| *at <= made)
+        {
+            results.forget_oldest();
+        }
+        self.results_changed(session, before);
+    }
+
+    /// Whether a session holds as much as it may.
+    pub(crate) fn has_all_holds(&self, session: SessionId) -> bool {
+        let max = self.limits.holds_per_session_max;
+        max > 0 && self.counted(session, Session::holds_counted, &|usage| &usage.holds) >= max
+    }
+
+    /// Whether a session waits for as much as it may.
+    pub(crate) fn has_all_waits(&self, session: SessionId) -> bool {
+        let max = self.limits.waits_per_session_max;
+        max > 0 && self.counted(session, Session::waits_counted, &|usage| &usage.waits) >= max
+    }
+
+    /// What a session has, also if all of it is in other stores.
+    fn counted(
+        &self,
+        session: SessionId,
+        here: fn(&Session) -> u64,
+        elsewhere: &dyn Fn(&Usage) -> &AtomicU64,
+    ) -> u64 {
+        match (self.sessions.get(&session), &self.usages) {
+            (Some(owner), _) => here(owner),
+            (None, Some(usages)) => {
+                usages(session).map_or(0, |usage| elsewhere(&usage).load(Relaxed))
+            }
+            (None, None) => 0,
         }
     }
 
@@ -237,7 +423,7 @@ impl Store {
         {
             let before = (results.kept.len() as u64, results.bytes);
             results.acknowledge(up_to);
-            self.tally.results_changed(before, (results.kept.len() as u64, results.bytes));
+            self.results_changed(session, before);
         }
     }
 
@@ -405,7 +591,7 @@ impl Store {
         let mut left = Vec::new();
         let owner = self.session(id);
         owner.notes.clear();
-        for enqueued in core::mem::take(&mut owner.enqueued).into_values() {
+        for enqueued in owner.enqueued.take() {
             if let Enqueued::Claim(slot) = enqueued {
                 let claim = &mut self.locks.claims[slot];
                 claim.enqueued = false;
@@ -437,6 +623,7 @@ impl Store {
             }
             let owner = self.sessions.get_mut(&id).expect("it is just ending");
             owner.holds.remove(&mut self.locks.claims, slot);
+            owner.count_hold(false);
         }
         self.sessions.remove(&id);
         self.tally.results_changed(results, (0, 0));

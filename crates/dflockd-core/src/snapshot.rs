@@ -324,7 +324,7 @@ impl Store {
     }
 
     fn restore_session(&mut self, id: SessionId, data: SessionData) {
-        let mut session = Session::new();
+        let mut session = Session::new(None);
         for (&number, record) in &data.notes {
             session.enqueued.insert(record.clone(), Enqueued::Expired(number));
         }
@@ -469,13 +469,13 @@ impl Store {
         barriers: BTreeMap<Bytes, Barrier>,
     ) -> Result<(), String> {
         for (key, counter) in counters.iter().filter(|(_, counter)| counter.value == 0) {
-            self.idle_values.insert((counter.changed_at, IdleValue::Counter, key.clone()));
+            self.idle_values[IdleValue::Counter].insert((counter.changed_at, key.clone()));
         }
         for (key, entry) in &kv {
             match entry.timer {
                 Some(timer) => self.deadlines.restore_timer(timer, Timer::Kv(key.clone())),
                 None if self.limits.kv_idle_gc => {
-                    self.idle_values.insert((entry.changed_at, IdleValue::Kv, key.clone()));
+                    self.idle_values[IdleValue::Kv].insert((entry.changed_at, key.clone()));
                 }
                 None => {}
             }

@@ -4,6 +4,7 @@ use alloc::boxed::Box;
 use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
+use core::ops::{Index, IndexMut};
 
 use foldhash::fast::FixedState;
 use hashbrown::HashMap;
@@ -18,7 +19,7 @@ use crate::kv::KvEntry;
 use crate::list::List;
 use crate::lock::{EndOfHold, Locks};
 use crate::pattern;
-use crate::session::Session;
+use crate::session::{Session, Usage};
 use crate::shared::Shared;
 use crate::subscription::Subscriptions;
 use crate::tally::{QueueLengths, Tally};
@@ -39,7 +40,9 @@ pub struct Store {
     pub(crate) lists: BTreeMap<Bytes, List>,
     pub(crate) barriers: BTreeMap<Bytes, Barrier>,
     /// Zero counters, and with `kv_idle_gc` the KV entries without TTL, by their last change.
-    pub(crate) idle_values: BTreeSet<(Timestamp, IdleValue, Bytes)>,
+    pub(crate) idle_values: IdleValues,
+    /// Where a new session finds what it has in the other stores of the server, if there are some.
+    pub(crate) usages: Option<Usages>,
     /// Each in a box of its own: a table with room to grow should not hold them by value.
     pub(crate) sessions: HashMap<SessionId, Box<Session>, FixedState>,
     pub(crate) subscriptions: Subscriptions,
@@ -54,11 +57,41 @@ pub struct Store {
     pub(crate) queue_lengths: QueueLengths,
 }
 
+/// Finds what a session has in all stores of a server.
+pub type Usages = Arc<dyn Fn(SessionId) -> Option<Arc<Usage>> + Send + Sync>;
+
+/// What makes room for others when it is idle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Idle {
+    /// Locks that nobody holds or waits for.
+    Locks,
+    /// Counters at zero.
+    Counters,
+}
+
 /// A kind of value that is dropped when idle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum IdleValue {
     Counter,
     Kv,
+}
+
+/// By kind, those that are idle for longest first.
+#[derive(Default)]
+pub(crate) struct IdleValues([BTreeSet<(Timestamp, Bytes)>; 2]);
+
+impl Index<IdleValue> for IdleValues {
+    type Output = BTreeSet<(Timestamp, Bytes)>;
+
+    fn index(&self, kind: IdleValue) -> &Self::Output {
+        &self.0[kind as usize]
+    }
+}
+
+impl IndexMut<IdleValue> for IdleValues {
+    fn index_mut(&mut self, kind: IdleValue) -> &mut Self::Output {
+        &mut self.0[kind as usize]
+    }
 }
 
 impl Store {
@@ -80,7 +113,8 @@ impl Store {
             kv: BTreeMap::new(),
             lists: BTreeMap::new(),
             barriers: BTreeMap::new(),
-            idle_values: BTreeSet::new(),
+            idle_values: IdleValues::default(),
+            usages: None,
             sessions: HashMap::with_hasher(FixedState::with_seed(seed)),
             subscriptions: Subscriptions::new(),
             observers: Observers::new(),
@@ -196,6 +230,11 @@ impl Store {
     #[must_use]
     pub fn forgotten(&self) -> Revision {
         self.forgotten
+    }
+
+    /// Several stores are one server: sessions have their bounds in all of them together.
+    pub fn share_usages(&mut self, usages: Usages) {
+        self.usages = Some(usages);
     }
 
     /// The limits the store decides by.
@@ -332,12 +371,98 @@ impl Store {
 
     fn next_idle_drop(&self) -> Option<Timestamp> {
         let lock = self.locks.longest_idle();
-        let value = self.idle_values.first().map(|(since, _, _)| *since);
-        let since = match (lock, value) {
-            (Some(lock), Some(value)) => lock.min(value),
-            (lock, value) => lock.or(value)?,
-        };
+        let values = [IdleValue::Counter, IdleValue::Kv].map(|kind| self.longest_idle(kind));
+        let since = values.into_iter().chain([lock]).flatten().min()?;
         Some(self.idle_end(since))
+    }
+
+    /// Since when the value of a kind is idle that is so for longest.
+    fn longest_idle(&self, kind: IdleValue) -> Option<Timestamp> {
+        self.idle_values[kind].first().map(|(since, _)| *since)
+    }
+
+    fn drop_longest_idle(&mut self, kind: IdleValue) {
+        let Some((_, key)) = self.idle_values[kind].pop_first() else { return };
+        match kind {
+            IdleValue::Counter => drop(self.counters.remove(&key)),
+            IdleValue::Kv => drop(self.kv.remove(&key)),
+        }
+        self.shared.remove_key();
+    }
+
+    /// Counts one more value, if there is room or idle ones can make some: counters at zero, which say no more than if
+    /// they were not there.
+    pub(crate) fn add_key(&mut self) -> bool {
+        while !self.shared.add_key(self.limits.keys_max) {
+            if !self.limits.follows(2) || self.longest_idle(IdleValue::Counter).is_none() {
+                return false;
+            }
+            self.drop_longest_idle(IdleValue::Counter);
+        }
+        true
+    }
+
+    /// What would have to make room for a command, because it makes a new key and there are as many as may be.
+    #[must_use]
+    pub fn lacks_room(&self, command: &Command<'_>) -> Option<Idle> {
+        let Limits { locks_max, keys_max, .. } = self.limits;
+        let is_new = match *command {
+            Command::Acquire { key, mode, .. } | Command::Enqueue { key, mode, .. } => {
+                let is_full = self.shared.locks() >= locks_max;
+                return (is_full && !self.has_lock(mode.space(), key)).then_some(Idle::Locks);
+            }
+            _ if keys_max == 0 || self.shared.keys() < keys_max => false,
+            Command::Add { key, .. } | Command::CounterSet { key, .. } => {
+                !self.counters.contains_key(key)
+            }
+            Command::KvSet { key, .. } | Command::KvCompareAndSet { key, .. } => {
+                !self.kv.contains_key(key)
+            }
+            Command::Push { key, .. } | Command::Pop { key, wait: Some(_), .. } => {
+                !self.lists.contains_key(key)
+            }
+            Command::BarrierWait { key, .. } => !self.barriers.contains_key(key),
+            Command::Tick
+            | Command::NewTerm
+            | Command::Wait { .. }
+            | Command::Release { .. }
+            | Command::Renew { .. }
+            | Command::RenewSession { .. }
+            | Command::ForceRelease { .. }
+            | Command::KvDelete { .. }
+            | Command::Pop { wait: None, .. }
+            | Command::Signal { .. }
+            | Command::Subscribe(_)
+            | Command::Unsubscribe(_)
+            | Command::Cancel { .. }
+            | Command::Acknowledge { .. }
+            | Command::Undo(_)
+            | Command::Detach { .. }
+            | Command::Attach
+            | Command::Orphan { .. }
+            | Command::EndSession { .. } => false,
+        };
+        is_new.then_some(Idle::Counters)
+    }
+
+    /// Since when the locks, or the counters, are idle that would be dropped first to make room for others.
+    #[must_use]
+    pub fn idlest(&self, what: Idle) -> Option<Timestamp> {
+        match what {
+            Idle::Locks => self.locks.longest_idle(),
+            Idle::Counters => self.longest_idle(IdleValue::Counter),
+        }
+    }
+
+    /// Drops what [`Store::idlest`] tells of. A store makes room for itself; this is for another store of the same
+    /// server, which counts with it. Nobody can tell it from what time does.
+    pub fn drop_idlest(&mut self, what: Idle) {
+        match what {
+            Idle::Locks => {
+                self.drop_idlest_locks();
+            }
+            Idle::Counters => self.drop_longest_idle(IdleValue::Counter),
+        }
     }
 
     fn drop_idle(&mut self) {
@@ -347,20 +472,12 @@ impl Store {
             self.locks.drop_longest_idle();
             self.shared.remove_lock();
         }
-        while let Some((since, kind, _)) = self.idle_values.first()
-            && self.idle_end(*since) <= self.now
-        {
-            let kind = *kind;
-            let (_, _, key) = self.idle_values.pop_first().expect("just seen");
-            match kind {
-                IdleValue::Counter => {
-                    self.counters.remove(&key);
-                }
-                IdleValue::Kv => {
-                    self.kv.remove(&key);
-                }
+        for kind in [IdleValue::Counter, IdleValue::Kv] {
+            while let Some(since) = self.longest_idle(kind)
+                && self.idle_end(since) <= self.now
+            {
+                self.drop_longest_idle(kind);
             }
-            self.shared.remove_key();
         }
     }
 
@@ -407,6 +524,10 @@ impl Store {
     }
 
     pub(crate) fn session(&mut self, id: SessionId) -> &mut Session {
-        self.sessions.entry(id).or_insert_with(|| Box::new(Session::new()))
+        let usages = &self.usages;
+        self.sessions.entry(id).or_insert_with(|| {
+            let usage = usages.as_ref().and_then(|usages| usages(id));
+            Box::new(Session::new(usage))
+        })
     }
 }

@@ -153,7 +153,7 @@ impl CommandKind {
 }
 
 /// Every reason to refuse with its name for people, in the order of [`Tally::refusals`].
-pub const REFUSALS: [(Refusal, &str); 19] = [
+pub const REFUSALS: [(Refusal, &str); 22] = [
     (Refusal::MaxLocks, "max_locks"),
     (Refusal::MaxWaiters, "max_waiters"),
     (Refusal::MaxKeys, "max_keys"),
@@ -173,6 +173,9 @@ pub const REFUSALS: [(Refusal, &str); 19] = [
     (Refusal::NoFence, "no_fence"),
     (Refusal::Forgotten, "forgotten"),
     (Refusal::Unavailable, "unavailable"),
+    (Refusal::MaxHolds, "max_holds"),
+    (Refusal::MaxWaits, "max_waits"),
+    (Refusal::MaxSessions, "max_sessions"),
 ];
 
 /// Does not compile while a reason is new: it goes into the list above as well.
@@ -195,7 +198,10 @@ const _: fn(Refusal) = |refusal| match refusal {
     | Refusal::BadPattern
     | Refusal::NoFence
     | Refusal::Forgotten
-    | Refusal::Unavailable => (),
+    | Refusal::Unavailable
+    | Refusal::MaxHolds
+    | Refusal::MaxWaits
+    | Refusal::MaxSessions => (),
 };
 
 /// Upper bounds of the buckets of a [`Histogram`], the bound included.

@@ -259,6 +259,13 @@ impl Limits {
     /// The newest rules that this program knows.
     pub const RULES: u32 = 2;
 
+    /// The lease that a request gets which asks for this one.
+    #[must_use]
+    pub fn lease(&self, asked: Option<Span>) -> Span {
+        let lease = asked.unwrap_or(self.default_lease);
+        if self.lease_max == Span::ZERO { lease } else { lease.min(self.lease_max) }
+    }
+
     /// Whether the rules of `version` are followed.
     #[must_use]
     pub fn follows(&self, version: u32) -> bool {

@@ -350,7 +350,13 @@ impl Engine {
     /// Lets the session outlive its connection; whoever knows the secret can attach to it.
     pub fn keep(&self, by: &Attachment, request: RequestId) -> (SessionSecret, Submitted) {
         match self {
-            Self::Memory(memory) => (memory.keep(by), Submitted::Done(Outcome::Done)),
+            Self::Memory(memory) => match memory.keep(by) {
+                Some(secret) => (secret, Submitted::Done(Outcome::Done)),
+                None => {
+                    let refused = Outcome::Refused(Refusal::MaxSessions);
+                    (SessionSecret([0; 16]), Submitted::Done(refused))
+                }
+            },
             Self::Replicated(member) => {
                 let secret = rand::random();
                 by.session.state.lock().secret = Some(SessionSecret(secret));
@@ -358,6 +364,11 @@ impl Engine {
                 (SessionSecret(secret), submitted)
             }
         }
+    }
+
+    /// The session was not kept after all.
+    pub fn keep_refused(&self, by: &Attachment) {
+        by.session.state.lock().secret = None;
     }
 
     /// Takes a kept session over, in place of `by`, which is a fresh one. The connection that had it is closed.

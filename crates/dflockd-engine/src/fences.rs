@@ -69,6 +69,11 @@ impl Fences {
         Span(self.lease_max.load(Ordering::Relaxed))
     }
 
+    /// Whether a restart would not know of leases as long as this one.
+    pub(crate) fn lacks(&self, lease: Span) -> bool {
+        self.file.is_some() && lease.0 > self.lease_max.load(Ordering::Relaxed)
+    }
+
     /// Makes sure that a restart will know of leases as long as this one. False if it can not be written.
     pub(crate) fn record_lease(&self, lease: Span) -> bool {
         let Some(file) = &self.file else { return true };

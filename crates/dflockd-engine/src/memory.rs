@@ -10,12 +10,12 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use dflockd_core::{
-    Bytes, Caller, Change, Command, Contention, Effect, KeyView, Limits, Listed, LockPage,
+    Bytes, Caller, Change, Command, Contention, Effect, Idle, KeyView, Limits, Listed, LockPage,
     LockView, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, SessionView, Shared,
-    Span, Store, Subscription, Survey, Tally, Timestamp, is_literal,
+    Span, Store, Subscription, Survey, Tally, Timestamp, Usages, is_literal,
 };
 use foldhash::fast::FixedState;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use crate::clock::{Clock, unix_nanos};
@@ -72,11 +72,12 @@ impl Place {
 /// State in memory, spread over shards.
 pub struct Memory {
     shards: Vec<Shard>,
-    router: Router,
+    router: Arc<Router>,
     clock: Clock,
     fences: Fences,
     shared: Arc<Shared>,
-    default_lease: Span,
+    /// Of all shards together.
+    limits: Limits,
     auto_release: AutoRelease,
     sweep_interval: Duration,
 }
@@ -101,6 +102,8 @@ struct Aftermath {
     outcome: Option<Outcome>,
     undo: Vec<Outcome>,
     ended: Vec<SessionId>,
+    /// Sessions with more results than may be kept for them.
+    laden: Vec<Arc<Session>>,
 }
 
 impl Memory {
@@ -119,22 +122,28 @@ impl Memory {
         } else {
             start + options.grant_delay
         };
+        let router = Arc::new(Router::new());
+        let usages: Usages = {
+            let router = Arc::clone(&router);
+            Arc::new(move |id| router.get(id).map(|session| Arc::clone(&session.usage)))
+        };
         let shard = |index| {
             let mut limits = limits.clone();
             if index != COMMON {
                 // Counted once, in the common shard.
                 limits.subscriptions_max = 0;
             }
-            let store = Store::new(limits, rand::random(), Arc::clone(&shared), grants_from);
+            let mut store = Store::new(limits, rand::random(), Arc::clone(&shared), grants_from);
+            store.share_usages(Arc::clone(&usages));
             let state = ShardState { store, armed: Timestamp::NEVER, effects: Vec::new() };
             Shard { state: Mutex::new(state), earlier: Notify::new() }
         };
         Self {
             shards: (0..=COMMON).map(shard).collect(),
-            router: Router::new(),
+            router,
             clock,
             fences: options.fences,
-            default_lease: limits.default_lease,
+            limits,
             shared,
             auto_release: options.auto_release,
             sweep_interval: options.sweep_interval,
@@ -158,15 +167,10 @@ impl Memory {
     ) -> Submitted {
         let caller = Caller { session: by.id(), request, keep };
         let place = match &command {
-            Command::Acquire { key, lease, .. }
-            | Command::Enqueue { key, lease, .. }
-            | Command::Renew { key, lease, .. } => {
-                if !self.fences.record_lease(lease.unwrap_or(self.default_lease)) {
-                    return Submitted::Done(Outcome::Refused(Refusal::NoFence));
-                }
-                shard_of(key)
-            }
-            Command::Wait { key, .. }
+            Command::Acquire { key, .. }
+            | Command::Enqueue { key, .. }
+            | Command::Renew { key, .. }
+            | Command::Wait { key, .. }
             | Command::Release { key, .. }
             | Command::ForceRelease { key, .. }
             | Command::Add { key, .. }
@@ -183,9 +187,7 @@ impl Memory {
                 return self.subscribe(by, caller, &command, subscription, pokes);
             }
             Command::RenewSession { lease } => {
-                if !self.fences.record_lease(*lease) {
-                    return Submitted::Done(Outcome::Refused(Refusal::NoFence));
-                }
+                // Only holds that were granted with this very lease follow the session: it is on record.
                 let mut renewed = 0;
                 for shard in by.session.shards() {
                     let command = Command::RenewSession { lease: *lease };
@@ -452,11 +454,11 @@ impl Memory {
         self.router.open(sink, label)
     }
 
-    /// Lets the session outlive its connection; whoever knows the secret can attach to it.
-    pub fn keep(&self, by: &Attachment) -> SessionSecret {
+    /// Lets the session outlive its connection; whoever knows the secret can attach to it. None if as many sessions as
+    /// may be are kept.
+    pub fn keep(&self, by: &Attachment) -> Option<SessionSecret> {
         let secret = SessionSecret(rand::random());
-        self.router.keep(&by.session, secret);
-        secret
+        self.router.keep(&by.session, secret, self.limits.sessions_max).then_some(secret)
     }
 
     /// Takes a kept session over, in place of `by`, which is a fresh one. The connection that had it is closed.
@@ -674,7 +676,10 @@ impl Memory {
     ) -> Option<Option<Outcome>> {
         let mut aftermath = Aftermath::default();
         {
-            let mut state = self.shards[shard].state.lock();
+            let mut state = match self.lock_for(shard, &command) {
+                Ok(state) => state,
+                Err(refusal) => return Some(Some(Outcome::Refused(refusal))),
+            };
             if let Some(by) = by {
                 // Under the shard's lock: an attach visits each shard after it raised the epoch.
                 if !by.is_current() {
@@ -700,6 +705,15 @@ impl Memory {
             }
         }
         self.fences.look_after();
+        if caller.keep
+            && let Some(by) = by
+            && self.is_laden(&by.session)
+        {
+            self.trim_results(&by.session);
+        }
+        for session in aftermath.laden {
+            self.trim_results(&session);
+        }
         for outcome in aftermath.undo {
             self.apply(shard, None, NOBODY, Command::Undo(&outcome), pokes);
         }
@@ -711,6 +725,96 @@ impl Memory {
             }
         }
         Some(aftermath.outcome)
+    }
+
+    /// Locks a shard for a command, after what the command needs of others was done: its lease is on record before
+    /// anybody can be told of it, and idle keys of any shard have made room for its key.
+    fn lock_for(
+        &self,
+        shard: usize,
+        command: &Command<'_>,
+    ) -> Result<MutexGuard<'_, ShardState>, Refusal> {
+        /// Others may take the room before this thread comes back for it.
+        const TRIES: usize = 8;
+        let mut state = self.shards[shard].state.lock();
+        // Only the lease of what may be granted counts: who guesses tokens must not delay the next start.
+        if let Some(lease) = self.unrecorded_lease(command)
+            && state.store.may_lease(command)
+        {
+            drop(state);
+            if !self.fences.record_lease(lease) {
+                return Err(Refusal::NoFence);
+            }
+            state = self.shards[shard].state.lock();
+        }
+        for _ in 0..TRIES {
+            let Some(what) = state.store.lacks_room(command) else { break };
+            drop(state);
+            let has_room = self.make_room(what);
+            state = self.shards[shard].state.lock();
+            if !has_room {
+                break;
+            }
+        }
+        Ok(state)
+    }
+
+    /// The lease that a command would be granted with, if it is longer than those that the next start would know of.
+    fn unrecorded_lease(&self, command: &Command<'_>) -> Option<Span> {
+        if let Command::Acquire { lease, .. }
+        | Command::Enqueue { lease, .. }
+        | Command::Renew { lease, .. } = command
+        {
+            let lease = self.limits.lease(*lease);
+            return self.fences.lacks(lease).then_some(lease);
+        }
+        None
+    }
+
+    /// Drops what is idle for longest, in whatever shard it is. False if nothing is.
+    fn make_room(&self, what: Idle) -> bool {
+        let idlest = (0..KEY_SHARDS)
+            .filter_map(|shard| Some((self.shards[shard].state.lock().store.idlest(what)?, shard)))
+            .min();
+        let Some((since, shard)) = idlest else { return false };
+        let mut state = self.shards[shard].state.lock();
+        // Unless it is in use by now.
+        if state.store.idlest(what) == Some(since) {
+            state.store.drop_idlest(what);
+        }
+        true
+    }
+
+    fn is_laden(&self, session: &Session) -> bool {
+        let (results, bytes) = session.usage.results();
+        results > self.limits.results_max || bytes > self.limits.results_bytes_max
+    }
+
+    /// Forgets the oldest results of a session, in whatever shards they are. An eighth more than must be, so that it is
+    /// not for each request.
+    fn trim_results(&self, session: &Session) {
+        let shards: Vec<usize> = session.shards().collect();
+        let mut made = Vec::new();
+        for &shard in &shards {
+            made.extend(self.shards[shard].state.lock().store.results_made(session.id));
+        }
+        made.sort_unstable();
+        let Limits { results_max, results_bytes_max, .. } = self.limits;
+        let mut results = made.len() as u64;
+        let mut bytes = made.iter().map(|(_, bytes)| bytes).sum::<u64>();
+        let mut up_to = None;
+        for (made, size) in made {
+            if results <= results_max - results_max / 8
+                && bytes <= results_bytes_max - results_bytes_max / 8
+            {
+                break;
+            }
+            (results, bytes, up_to) = (results - 1, bytes - size, Some(made));
+        }
+        let Some(up_to) = up_to else { return };
+        for shard in shards {
+            self.shards[shard].state.lock().store.forget_results(session.id, up_to);
+        }
     }
 
     fn route(
@@ -732,6 +836,9 @@ impl Memory {
                     aftermath.undo.push(outcome);
                     return;
                 };
+                if self.is_laden(&session) {
+                    aftermath.laden.push(Arc::clone(&session));
+                }
                 let state = session.state.lock();
                 let told = match &state.sink {
                     Some(sink) => match sink.reply(request, outcome.clone()) {
@@ -819,5 +926,128 @@ impl Drop for AbortOnPanic {
         if std::thread::panicking() && !self.unwinding {
             std::process::abort();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::End;
+
+    use super::*;
+
+    struct Nobody;
+
+    impl Sink for Nobody {
+        fn reply(&self, _: RequestId, _: Outcome) -> Pushed {
+            Pushed::Behind
+        }
+        fn push(&self, _: Push) -> Pushed {
+            Pushed::Behind
+        }
+        fn overflow(&self) {}
+        fn close(&self) {}
+        fn poke(&self) {}
+    }
+
+    fn engine(limits: Limits) -> Memory {
+        let shared = Arc::new(Shared::new());
+        let fences = Fences::new(Arc::clone(&shared), None).expect("there is no file to fail");
+        Memory::new(Options {
+            limits,
+            auto_release: AutoRelease::Any,
+            grant_delay: Span::ZERO,
+            sweep_interval: Duration::from_secs(1),
+            shared,
+            fences,
+            clock: Clock::manual(),
+        })
+    }
+
+    fn ask(engine: &Memory, by: &Attachment, request: u64, command: Command<'_>) -> Submitted {
+        engine.submit(by, RequestId(request), true, command, &mut Pokes::new())
+    }
+
+    /// GUARANTEES 48: the results that are kept for one session have a bound in all shards together, also those of
+    /// requests that somebody else's request answers. The oldest go first.
+    #[test]
+    fn the_results_of_a_session_are_bounded_in_all_shards_together() {
+        let engine = engine(Limits::default());
+        let [hog, other] = [(); 2].map(|()| engine.open(Arc::new(Nobody), "".into()));
+        engine.keep(&hog).expect("there is room");
+        let value = vec![b'v'; 8_000];
+        let bounded = |what: &str| {
+            let (results, bytes) = hog.session.usage.results();
+            assert!(results <= 1024 && bytes <= 1 << 20, "{what}: {results}, {bytes} bytes");
+        };
+        let pop = |number: u64| {
+            let key = format!("list-{number}");
+            let (end, wait) = (End::Left, Some(Span::from_secs(60)));
+            ask(&engine, &hog, number, Command::Pop { key: key.as_bytes(), end, wait })
+        };
+        let push = |number: u64| {
+            let key = format!("list-{number}");
+            let (key, end) = (key.as_bytes(), End::Left);
+            ask(&engine, &other, number, Command::Push { key, end, value: &value });
+        };
+        for number in 1..=1_000 {
+            push(number);
+            assert!(matches!(pop(number), Submitted::Done(Outcome::Popped { .. })));
+            bounded("popped");
+        }
+        for number in 900..=1_000 {
+            assert!(matches!(pop(number), Submitted::Done(Outcome::Popped { .. })), "{number}");
+        }
+        assert_eq!(pop(1), Submitted::Done(Outcome::Refused(Refusal::Forgotten)));
+        for number in 1_001..=2_000 {
+            assert!(matches!(pop(number), Submitted::Later(_)));
+        }
+        for number in 1_001..=2_000 {
+            push(number);
+            bounded("handed over");
+        }
+        // Small ones are bounded in number.
+        for number in 2_001..=5_000 {
+            let key = format!("counter-{number}");
+            let add = Command::Add { key: key.as_bytes(), delta: 1, decrement: false };
+            assert_eq!(ask(&engine, &hog, number, add), Submitted::Done(Outcome::Number(1)));
+            bounded("counted");
+        }
+        engine.check_invariants();
+    }
+
+    /// GUARANTEES 48: the key that is idle for longest makes room, although another shard asks.
+    #[test]
+    fn idle_locks_of_all_shards_make_room() {
+        let engine = engine(Limits { locks_max: 10, ..Limits::default() });
+        let client = engine.open(Arc::new(Nobody), "".into());
+        let mut request = 0;
+        let mut lock = |key: &str| {
+            request += 1;
+            let (mode, wait) = (dflockd_core::Mode::Mutex, Span::ZERO);
+            let acquire =
+                Command::Acquire { key: key.as_bytes(), mode, wait, lease: None, salt: 7 };
+            ask(&engine, &client, request, acquire)
+        };
+        for number in 0..10 {
+            let key = format!("k{number}");
+            let Submitted::Done(Outcome::Granted(grant)) = lock(&key) else {
+                panic!("there is room for {key}")
+            };
+            if let Clock::Manual(now) = engine.clock() {
+                now.fetch_add(1, Ordering::SeqCst);
+            }
+            let space = dflockd_core::Space::Locks;
+            let (key, token) = (key.as_bytes(), grant.token);
+            let release = Command::Release { key, space, token, resign: false };
+            engine.submit(&client, RequestId(1 << 63), false, release, &mut Pokes::new());
+        }
+        for number in 0..10 {
+            let known = engine.ls(b"k", None, 100);
+            assert_eq!(known.len(), 10 - number, "the oldest have gone");
+            let first = format!("k{number}");
+            assert!(known.iter().any(|listed| *listed.key == *first.as_bytes()), "{known:?}");
+            assert!(matches!(lock(&format!("new{number}")), Submitted::Done(Outcome::Granted(_))));
+        }
+        assert_eq!(lock("one-more"), Submitted::Done(Outcome::Refused(Refusal::MaxLocks)));
     }
 }

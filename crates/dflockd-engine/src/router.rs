@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dflockd_core::{Outcome, Push, RequestId, SessionId};
+use dflockd_core::{Outcome, Push, RequestId, SessionId, Usage};
 use parking_lot::{Mutex, RwLock};
 
 /// The receiving end of a session: a connection of some transport.
@@ -119,6 +119,8 @@ pub(crate) struct Session {
     door: Door,
     /// A bit per shard that knows the session.
     touched: [AtomicU64; 2],
+    /// What it has in all shards together.
+    pub(crate) usage: Arc<Usage>,
     /// Raised by each attach; requests of an older one do nothing.
     pub(crate) epoch: AtomicU64,
     pub(crate) state: Mutex<State>,
@@ -244,6 +246,7 @@ impl Router {
             id,
             door,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
+            usage: Arc::default(),
             epoch: AtomicU64::new(epoch),
             state: Mutex::new(state),
         });
@@ -287,10 +290,16 @@ impl Router {
         self.counts[door as usize].load(Ordering::Relaxed)
     }
 
-    /// Lets a session outlive its connection.
-    pub(crate) fn keep(&self, session: &Arc<Session>, secret: SessionSecret) {
-        session.state.lock().secret = Some(secret);
-        self.kept.lock().insert(secret, Arc::clone(session));
+    /// Lets a session outlive its connection, unless `max` others do; 0 = unlimited.
+    pub(crate) fn keep(&self, session: &Arc<Session>, secret: SessionSecret, max: u64) -> bool {
+        let mut state = session.state.lock();
+        let mut kept = self.kept.lock();
+        if max > 0 && kept.len() as u64 >= max {
+            return false;
+        }
+        state.secret = Some(secret);
+        kept.insert(secret, Arc::clone(session));
+        true
     }
 
     pub(crate) fn find_kept(&self, secret: SessionSecret) -> Option<Arc<Session>> {

@@ -263,14 +263,14 @@ ops! {
         "ok <json>"
         "Reads a range of a list; both ends included, negative numbers count from the right"
     Blpop b"blpop" "<key>" "<timeout>" Short
-        "ok <value>|nil|error_max_keys"
+        "ok <value>|nil|error_max_keys|error_max_waiters"
         "Takes the leftmost item of a list, waiting up to the timeout for one"
     Brpop b"brpop" "<key>" "<timeout>" Short
-        "ok <value>|nil|error_max_keys"
+        "ok <value>|nil|error_max_keys|error_max_waiters"
         "Takes the rightmost item of a list, waiting up to the timeout for one"
 
     Bwait b"bwait" "<key>" "<count> <timeout>" Short
-        "ok|timeout|error_barrier_count_mismatch|error_max_keys"
+        "ok|timeout|error_barrier_count_mismatch|error_max_keys|error_max_waiters"
         "Waits until as many participants have arrived at a barrier"
 
     Listen b"listen" "<channel or pattern>" "[<group>]" Short

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
-use dflockd_core::{Command, Outcome, Push, Query, RequestId, SessionId};
+use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
 use dflockd_engine::replica::types::Run;
 use dflockd_engine::{
     Attaching, Attachment, Door, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
@@ -95,13 +95,18 @@ impl Caller {
         Some(caller)
     }
 
-    /// Lets the session outlive this process' knowledge of it: whoever knows the secret can attach to it.
-    pub(crate) async fn keep(&self) -> Result<SessionSecret, Gone> {
+    /// Lets the session outlive this process' knowledge of it: whoever knows the secret can attach to it. None if as
+    /// many sessions as may be are kept.
+    pub(crate) async fn keep(&self) -> Result<Option<SessionSecret>, Gone> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let (secret, submitted) = self.service.engine.keep(&self.me, id);
         let outcome = pending.settle(submitted).await?;
-        if outcome == Outcome::Done { Ok(secret) } else { Err(Gone) }
+        if outcome == Outcome::Refused(Refusal::MaxSessions) {
+            self.service.engine.keep_refused(&self.me);
+            return Ok(None);
+        }
+        if outcome == Outcome::Done { Ok(Some(secret)) } else { Err(Gone) }
     }
 
     /// The session's number.

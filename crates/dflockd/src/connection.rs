@@ -1025,6 +1025,9 @@ impl Connection {
                     let me = self.me.clone();
                     self.finish_greeting(number, greeting, Ok(me));
                 }
+                Submitted::Done(Outcome::Refused(Refusal::MaxSessions)) => {
+                    self.finish_greeting(number, greeting, Err(ErrorCode::Error));
+                }
                 Submitted::Done(_) => {
                     self.finish_greeting(number, greeting, Err(ErrorCode::Unknown));
                 }
@@ -1129,6 +1132,9 @@ impl Connection {
         let Some(Open { op, place }) = self.take_open(id) else { return };
         let number = self.number_of(id);
         if let Some(greeting) = self.greeting.take() {
+            if outcome == Outcome::Refused(Refusal::MaxSessions) {
+                self.service.engine.keep_refused(&self.me);
+            }
             let is_unknown =
                 matches!(outcome, Outcome::Refused(Refusal::Forgotten | Refusal::Unavailable));
             let session = if outcome == Outcome::Done {

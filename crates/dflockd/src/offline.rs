@@ -7,13 +7,12 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use dflockd_core::Span;
-use dflockd_engine::replica::offline::{self, Beginning, Begun, Report};
+use dflockd_engine::replica::offline::{self, Beginning, Begun, Delay, Report};
 use dflockd_engine::replica::version;
 use serde_json::{Value, json};
 
 use crate::logging::timestamp;
 use crate::operate::cluster_id;
-use crate::service::span;
 
 /// How many entries are shown unless told otherwise.
 const ENTRIES: &str = "20";
@@ -66,13 +65,39 @@ fn delay_flag() -> Arg {
     .value_parser(clap::value_parser!(u64))
 }
 
+fn delay_max_flag() -> Arg {
+    flag(
+        "grant-delay-max",
+        "SECONDS",
+        "Grant nothing for no longer than this, even if a longer lease is known; risks two holders of one lock",
+    )
+    .value_parser(clap::value_parser!(u64))
+}
+
 fn text<'a>(matches: &'a ArgMatches, name: &str) -> &'a str {
     matches.get_one::<String>(name).map_or("", String::as_str)
 }
 
-fn delay(matches: &ArgMatches) -> Span {
-    let seconds = matches.get_one::<u64>("grant-delay").copied().unwrap_or_default();
-    span(Duration::from_secs(seconds))
+fn delay(matches: &ArgMatches) -> Result<Delay, String> {
+    let given = |name| matches.get_one::<u64>(name).map(|seconds| Span::from_secs(*seconds));
+    let (min, max) = (given("grant-delay").unwrap_or_default(), given("grant-delay-max"));
+    if max.is_some_and(|max| max < min) {
+        return Err("--grant-delay is above --grant-delay-max".into());
+    }
+    Ok(Delay { min, max })
+}
+
+/// Says what an upper bound of the delay risks, if it has made it shorter.
+fn warn_of_risk(begun: &Begun) {
+    if begun.delay < begun.delay_safe {
+        eprintln!(
+            "warning: a lease of before may last for {} s, and --grant-delay-max cuts the delay to {} s. Its holder \
+             may still believe in it when the lock is granted again: make sure that no client of before still works, \
+             or that the storage checks fences.",
+            seconds(begun.delay_safe),
+            seconds(begun.delay)
+        );
+    }
 }
 
 fn say(line: impl AsRef<str>) {
@@ -102,6 +127,7 @@ fn restore_command() -> Command {
             "Where clients find it; it says so itself when it starts",
         ))
         .arg(delay_flag())
+        .arg(delay_max_flag())
 }
 
 fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
@@ -114,10 +140,11 @@ fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
             "" => String::new(),
             address => check_address("--advertise-addr", address)?,
         },
-        delay_min: delay(matches),
+        delay: delay(matches)?,
     };
     let dir = PathBuf::from(text(matches, "raft-dir"));
     let begun = offline::restore(&dir, &backup, &beginning)?;
+    warn_of_risk(&begun);
     say(format!("restored: {} is the first node of a new cluster", beginning.node));
     tell(&begun, &cluster_id(&begun.cluster));
     say("lost: everything that was done after the backup was made");
@@ -179,12 +206,15 @@ fn force_new_command() -> Command {
         .arg(switch("yes", "Do not ask"))
         .arg(switch("dry-run", "Only say what would be done"))
         .arg(delay_flag())
+        .arg(delay_max_flag())
 }
 
 fn force_new(matches: &ArgMatches) -> Result<ExitCode, String> {
     let dir = PathBuf::from(text(matches, "raft-dir"));
     let dry_run = matches.get_flag("dry-run");
-    let would = offline::force_new(&dir, delay(matches), true)?;
+    let delay = delay(matches)?;
+    let would = offline::force_new(&dir, delay, true)?;
+    warn_of_risk(&would);
     if !dry_run {
         eprintln!("{WARNING}");
         if !matches.get_flag("yes") && !is_confirmed()? {
@@ -196,7 +226,7 @@ fn force_new(matches: &ArgMatches) -> Result<ExitCode, String> {
         tell(&would, "a new one");
         return Ok(ExitCode::SUCCESS);
     }
-    let begun = offline::force_new(&dir, delay(matches), false)?;
+    let begun = offline::force_new(&dir, delay, false)?;
     say("done: the node is the only one of a new cluster");
     tell(&begun, &cluster_id(&begun.cluster));
     say("next: start it as before, then add new nodes with empty directories");

@@ -80,7 +80,7 @@ impl Service {
         let fences = Fences::new(Arc::clone(&shared), file)?;
         let grant_delay = match config.startup_grant_delay {
             GrantDelay::Seconds(seconds) => Span::from_secs(seconds),
-            GrantDelay::Auto => fences.lease_max(),
+            GrantDelay::Auto => bounded(fences.lease_max(), span(config.max_lease_ttl)),
         };
         if grant_delay > Span::ZERO {
             let seconds = seconds(grant_delay);
@@ -167,6 +167,22 @@ impl Service {
             *latest = None;
         }
     }
+}
+
+/// The start-up delay for the longest lease on record. Those that were granted before there was a longest lease, or a
+/// shorter one, do not count in full: a single client could have kept the server from granting for years.
+fn bounded(lease: Span, lease_max: Span) -> Span {
+    if lease_max == Span::ZERO || lease <= lease_max {
+        return lease;
+    }
+    let (recorded, max) = (seconds(lease), seconds(lease_max));
+    tracing::warn!(
+        recorded_s = recorded,
+        max_lease_ttl_s = max,
+        "a longer lease than --max-lease-ttl was granted before; the start-up delay is only \
+         --max-lease-ttl, and a lock whose holder still has such a lease may be granted again"
+    );
+    lease_max
 }
 
 pub(crate) fn limits(config: &Config) -> Limits {

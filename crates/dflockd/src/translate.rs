@@ -153,8 +153,9 @@ pub(crate) fn respond<'a>(
 
 fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
     match refusal {
-        Refusal::MaxLocks => ErrorCode::MaxLocks,
-        Refusal::MaxWaiters => ErrorCode::MaxWaiters,
+        // Published clients know these two words, and do the right thing.
+        Refusal::MaxLocks | Refusal::MaxHolds => ErrorCode::MaxLocks,
+        Refusal::MaxWaiters | Refusal::MaxWaits => ErrorCode::MaxWaiters,
         Refusal::MaxKeys => ErrorCode::MaxKeys,
         Refusal::ListFull => ErrorCode::ListFull,
         Refusal::LimitMismatch => ErrorCode::LimitMismatch,
@@ -169,6 +170,7 @@ fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
         Refusal::Forgotten => ErrorCode::Unknown,
         Refusal::ValueTooLarge
         | Refusal::MaxSubscriptions
+        | Refusal::MaxSessions
         | Refusal::AlreadyWaiting
         | Refusal::NotHeld
         | Refusal::Overflow

@@ -6,6 +6,7 @@
 #[cfg(test)]
 mod process {
     mod auth;
+    mod bounds;
     mod caps;
     mod contention;
     mod crowd;

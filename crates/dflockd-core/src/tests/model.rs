@@ -680,13 +680,19 @@ impl Model {
         salt: u64,
     ) -> Option<Outcome> {
         let id = self.lock_id(mode.space(), key);
-        let lease = lease.unwrap_or(self.limits.default_lease);
+        let lease = self.shortened(lease.unwrap_or(self.limits.default_lease));
+        if self.holds_all_it_may(caller.session) {
+            return Some(Outcome::Refused(Refusal::MaxHolds));
+        }
         let place = Place::Acquire(caller.request);
         let waiter = Waiter { session: caller.session, mode, lease, salt, place };
         match self.ask(&id, &waiter) {
             Err(refusal) => Some(Outcome::Refused(refusal)),
             Ok(Some(grant)) => Some(Outcome::Granted(grant)),
             Ok(None) if wait == Span::ZERO => Some(Outcome::Timeout),
+            Ok(None) if self.waits_for_all_it_may(caller.session) => {
+                Some(Outcome::Refused(Refusal::MaxWaits))
+            }
             Ok(None) => {
                 self.join_queue(&id, waiter);
                 self.block(caller, wait, On::Acquire(id));
@@ -704,9 +710,15 @@ impl Model {
         salt: u64,
     ) -> Outcome {
         let id = self.lock_id(mode.space(), key);
-        let lease = lease.unwrap_or(self.limits.default_lease);
+        let lease = self.shortened(lease.unwrap_or(self.limits.default_lease));
         if self.record(session, &id).is_some() {
             return Outcome::Refused(Refusal::AlreadyEnqueued);
+        }
+        if self.holds_all_it_may(session) {
+            return Outcome::Refused(Refusal::MaxHolds);
+        }
+        if self.waits_for_all_it_may(session) {
+            return Outcome::Refused(Refusal::MaxWaits);
         }
         let waiter = Waiter { session, mode, lease, salt, place: Place::Enqueue };
         let grant = match self.ask(&id, &waiter) {
@@ -722,12 +734,30 @@ impl Model {
         grant.map_or(Outcome::Queued, Outcome::Acquired)
     }
 
+    fn holds_all_it_may(&self, session: SessionId) -> bool {
+        let holds = self.locks.values().flat_map(|lock| &lock.holds);
+        let own = count(holds.filter(|hold| hold.owner == Some(session)).count()).unsigned_abs();
+        self.limits.holds_per_session_max > 0 && own >= self.limits.holds_per_session_max
+    }
+
+    fn waits_for_all_it_may(&self, session: SessionId) -> bool {
+        let blocked = self.blocked.iter().filter(|blocked| blocked.session == session).count();
+        let places = self.sessions.get(&session).map_or(0, |state| state.records.len());
+        let own = count(blocked + places).unsigned_abs();
+        self.limits.waits_per_session_max > 0 && own >= self.limits.waits_per_session_max
+    }
+
     /// A grant if there is room and nobody waits, `None` if the request has to queue.
     fn ask(&mut self, id: &LockId, waiter: &Waiter) -> Result<Option<Grant>, Refusal> {
         let kind = kind_of(waiter.mode);
         if !self.locks.contains_key(id) {
-            if count(self.locks.len()).unsigned_abs() >= self.limits.locks_max {
-                return Err(Refusal::MaxLocks);
+            while count(self.locks.len()).unsigned_abs() >= self.limits.locks_max {
+                // Those that are idle for longest make room, if there are idle ones.
+                let oldest = self.locks.values().filter_map(|lock| lock.idle_since).min();
+                if oldest.is_none() || self.limits.rules < 2 {
+                    return Err(Refusal::MaxLocks);
+                }
+                self.locks.retain(|_, lock| lock.idle_since != oldest);
             }
             let lock = Lock {
                 kind,
@@ -907,7 +937,7 @@ impl Model {
     }
 
     fn renew(&mut self, id: &LockId, token: Token, lease: Option<Span>) -> Outcome {
-        let lease = lease.unwrap_or(self.limits.default_lease);
+        let lease = self.shortened(lease.unwrap_or(self.limits.default_lease));
         let base = self.now + lease;
         if let Some(hold) = self.hold(id, token) {
             hold.base = base;
@@ -917,7 +947,16 @@ impl Model {
         Outcome::Refused(if expired { Refusal::LeaseExpired } else { Refusal::NotHeld })
     }
 
+    /// No lease is longer than the longest, if there is one.
+    fn shortened(&self, lease: Span) -> Span {
+        match self.limits.lease_max {
+            Span(0) => lease,
+            longest => lease.min(longest),
+        }
+    }
+
     fn renew_session(&mut self, session: SessionId, lease: Span) -> Outcome {
+        let lease = self.shortened(lease);
         let base = self.now + lease;
         let mut renewed = 0;
         for hold in self.locks.values_mut().flat_map(|lock| &mut lock.holds) {
@@ -1032,11 +1071,21 @@ impl Model {
 
     // Counters.
 
-    /// Whether one more key is allowed.
-    fn has_room_for_key(&self) -> bool {
-        let keys =
-            self.counters.len() + self.entries.len() + self.lists.len() + self.barriers.len();
-        self.limits.keys_max == 0 || count(keys).unsigned_abs() < self.limits.keys_max
+    /// Whether one more key is allowed, if need be in place of the counter that is zero for longest.
+    fn has_room_for_key(&mut self) -> bool {
+        loop {
+            let keys =
+                self.counters.len() + self.entries.len() + self.lists.len() + self.barriers.len();
+            if self.limits.keys_max == 0 || count(keys).unsigned_abs() < self.limits.keys_max {
+                return true;
+            }
+            let zero = self.counters.iter().filter(|(_, counter)| counter.value == 0);
+            let oldest = zero.map(|(key, counter)| (counter.touched_at, key.clone())).min();
+            match oldest.filter(|_| self.limits.rules >= 2) {
+                Some((_, key)) => self.counters.remove(&key),
+                None => return false,
+            };
+        }
     }
 
     fn add(&mut self, key: &[u8], delta: i64, decrement: bool) -> Outcome {
@@ -1171,6 +1220,9 @@ impl Model {
         if wait == Span::ZERO {
             return Some(Outcome::Empty);
         }
+        if self.waits_for_all_it_may(caller.session) {
+            return Some(Outcome::Refused(Refusal::MaxWaits));
+        }
         if !self.lists.contains_key(key) && !self.has_room_for_key() {
             return Some(Outcome::Refused(Refusal::MaxKeys));
         }
@@ -1206,6 +1258,9 @@ impl Model {
         }
         if wait == Span::ZERO {
             return Some(Outcome::Timeout);
+        }
+        if self.waits_for_all_it_may(caller.session) {
+            return Some(Outcome::Refused(Refusal::MaxWaits));
         }
         if arrived == 0 && !self.has_room_for_key() {
             return Some(Outcome::Refused(Refusal::MaxKeys));

@@ -888,7 +888,7 @@ mod tests {
     }
 
     async fn until(what: &str, mut condition: impl FnMut() -> bool) {
-        let begun = std::time::Instant::now();
+        let begun = Instant::now();
         while !condition() {
             assert!(begun.elapsed() < Duration::from_secs(30), "in vain: {what}");
             tokio::time::sleep(Duration::from_millis(5)).await;

@@ -154,8 +154,7 @@ impl Machine {
             dead: BTreeSet::new(),
             policy: None,
         };
-        let machine = Self::with(registry, None, Arc::new(Shared::new()), false);
-        Self { from_beginning: true, ..machine }
+        Self::with(registry, None, Arc::new(Shared::new()), false)
     }
 
     fn with(registry: Registry, store: Option<Store>, shared: Arc<Shared>, witness: bool) -> Self {
@@ -167,7 +166,8 @@ impl Machine {
         }
         let added = Added::default();
         let (effects, shown) = (Vec::new(), registry.now);
-        let (oldest, from_beginning) = (None, false);
+        let from_beginning = registry.policy.is_none() && registry.runs.is_empty();
+        let oldest = None;
         Self {
             registry,
             added,
@@ -356,8 +356,8 @@ impl Machine {
     }
 
     /// The version that a cluster which has just begun should use: one that all its members read, and that no program
-    /// was too old for which has ever been a member, so that nobody could want to go back. None if it has one already, or
-    /// if this machine can not know.
+    /// was too old for which has ever been a member, so that nobody could want to go back. None if it has one already,
+    /// or if this machine can not know.
     #[must_use]
     pub fn first_version(&self) -> Option<u32> {
         if self.added.version != 0 || !self.from_beginning || self.registry.policy.is_none() {
@@ -366,6 +366,15 @@ impl Machine {
         let versions = self.registry.members.keys().map(|id| self.added.versions.get(id).copied());
         let read_by_all = versions.min()??;
         (read_by_all > 1 && self.oldest == Some(read_by_all)).then_some(read_by_all)
+    }
+
+    /// Whether a node that is the whole cluster, and has just begun it, is about to raise its version and to set the
+    /// limits of that: in a moment, and then never again.
+    #[must_use]
+    pub fn is_settling(&self) -> bool {
+        let is_new = self.from_beginning && self.oldest == Some(self.version());
+        let alone = self.registry.members.len() == 1;
+        alone && (self.first_version().is_some() || is_new && self.lacks_limits())
     }
 
     /// Whether the cluster has reached a version whose limits and rules are not in its policy yet.
@@ -381,14 +390,14 @@ impl Machine {
     }
 
     /// Makes it the state of another cluster, of one member. All sessions and holds end, fences go on from `fence`,
-    /// nothing is granted for `delay`; values and the policy stay.
+    /// nothing is granted for `delay`, the first at least and the second at most; values and the policy stay.
     pub(super) fn begin_anew(
         &mut self,
         cluster: Bits128,
         raft_id: RaftId,
         member: Member,
         fence: u64,
-        delay: Span,
+        delay: (Span, Option<Span>),
     ) {
         let registry = &mut self.registry;
         registry.cluster = cluster;
@@ -565,6 +574,9 @@ impl Machine {
             Action::Start(_) => unreachable!("handled above"),
             Action::Command(command) => self.run_store(caller, command, events),
             Action::Undo(outcome) => self.run_store(NOBODY, Command::Undo(&outcome), events),
+            Action::Keep { .. } if self.keeps_all_it_may(session) => {
+                reply(caller, Outcome::Refused(Refusal::MaxSessions), events);
+            }
             Action::Keep { secret } => {
                 let kept = Kept { secret, epoch: 0, home: Some(run), left: false };
                 self.registry.kept.insert(session, kept);
@@ -592,6 +604,13 @@ impl Machine {
                 }
             }
         }
+    }
+
+    /// Whether one more session that outlives its connection would be one too many.
+    fn keeps_all_it_may(&self, session: SessionId) -> bool {
+        let max = self.policy().map_or(0, |policy| policy.limits.sessions_max);
+        let kept = &self.registry.kept;
+        max > 0 && kept.len() as u64 >= max && !kept.contains_key(&session)
     }
 
     fn start_run(&mut self, run: Run, start: Start, events: &mut Vec<Event>) {
@@ -978,7 +997,7 @@ mod tests {
     fn another_cluster_begins_with_the_state() {
         let mut machine = machine();
         let member = Member { node: "b".into(), ..machine.members()[&2].clone() };
-        machine.begin_anew([2; 16], 2, member, 5000, Span::from_secs(9));
+        machine.begin_anew([2; 16], 2, member, 5000, (Span::from_secs(9), None));
         let machine = again(&machine);
         assert_eq!((machine.cluster(), machine.fence_next()), ([2; 16], 5000));
         assert_eq!(machine.members().keys().collect::<Vec<_>>(), [&2]);

@@ -855,7 +855,10 @@ impl Replica {
             applied: self.applied,
             last: self.consensus.tail().last(),
             snapshot: self.consensus.tail().snapshot.index,
-            ready: leader.is_some() && begun && self.applied >= self.leader_commit,
+            ready: leader.is_some()
+                && begun
+                && self.applied >= self.leader_commit
+                && !self.machine.is_settling(),
             drained: self.drained,
         }
     }

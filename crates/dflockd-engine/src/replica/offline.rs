@@ -111,8 +111,17 @@ pub struct Beginning {
     pub peer_addr: String,
     /// Where clients find it, until it says so itself.
     pub client_addr: String,
-    /// Nothing is granted for so long at least.
-    pub delay_min: Span,
+    /// How long nothing is granted.
+    pub delay: Delay,
+}
+
+/// How long nothing is granted, if not for the longest lease that is known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Delay {
+    /// Not less than this.
+    pub min: Span,
+    /// Not more than this, although somebody may then still believe in a lock that is granted again.
+    pub max: Option<Span>,
 }
 
 /// What was made.
@@ -128,6 +137,8 @@ pub struct Begun {
     pub fence: u64,
     /// How long nothing is granted, once the node leads.
     pub delay: Span,
+    /// How long it would have to be for every lease of before to have ended.
+    pub delay_safe: Span,
     /// Sessions that ended.
     pub sessions: usize,
     /// Members that are no longer.
@@ -174,7 +185,7 @@ pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun
 /// # Errors
 ///
 /// If the directory can not be used, as a text for people: a node runs in it, it is damaged, or it is a witness's.
-pub fn force_new(dir: &Path, delay_min: Span, dry_run: bool) -> Result<Begun, String> {
+pub fn force_new(dir: &Path, delay: Delay, dry_run: bool) -> Result<Begun, String> {
     if !dir.is_dir() {
         return Err(format!("{} is no directory", dir.display()));
     }
@@ -210,7 +221,7 @@ pub fn force_new(dir: &Path, delay_min: Span, dry_run: bool) -> Result<Begun, St
         ));
     }
     let Member { node, peer_addr, client_addr, .. } = member;
-    let beginning = Beginning { node, peer_addr, client_addr, delay_min };
+    let beginning = Beginning { node, peer_addr, client_addr, delay };
     let begun = begin(&mut machine, &who, &beginning, index);
     if dry_run {
         return Ok(begun);
@@ -233,7 +244,9 @@ fn begin(machine: &mut Machine, who: &Who, beginning: &Beginning, index: u64) ->
         .map_or(0, |store| store.session_ids(SessionId(0)..=SessionId(u64::MAX)).len());
     // A change of leader may have made it longer.
     let longest = Span(longest.max(limits.default_lease).0.saturating_add(limits.failover_grace.0));
-    let delay = longest.max(beginning.delay_min);
+    let delay_safe = longest;
+    let Delay { min, max } = beginning.delay;
+    let delay = longest.max(min).min(max.unwrap_or(Span(u64::MAX)));
     let fence = machine.fence_next().max(unix_nanos()).saturating_add(FENCE_MARGIN);
     let member = Member {
         node: who.node.clone(),
@@ -242,8 +255,8 @@ fn begin(machine: &mut Machine, who: &Who, beginning: &Beginning, index: u64) ->
         witness: false,
         disk: Some(who.disk),
     };
-    machine.begin_anew(cluster, who.raft_id, member, fence, delay);
-    Begun { cluster, was, index, fence, delay, sessions, dropped, made_at: 0 }
+    machine.begin_anew(cluster, who.raft_id, member, fence, (delay, max));
+    Begun { cluster, was, index, fence, delay, delay_safe, sessions, dropped, made_at: 0 }
 }
 
 /// Puts the state into the directory. If this is interrupted it can be done again.

@@ -31,7 +31,7 @@ use super::{machine, transport};
 /// | Version | What it brought |
 /// | --- | --- |
 /// | 1 | the first |
-/// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and in snapshots; the rules that go with them |
+/// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
 pub const NEWEST: u32 = 2;
 
 /// The first version whose programs seal the frames between peers. A cluster that uses it has no other members, so its

@@ -147,6 +147,9 @@ impl Refused {
         let (code, reason, text) = match refusal {
             Refusal::MaxLocks => (full, Reason::MaxLocks, "as many locks as may be"),
             Refusal::MaxWaiters => (full, Reason::MaxWaiters, "as many waiters as may be"),
+            Refusal::MaxHolds => (full, Reason::MaxHolds, "as many holds as a session may have"),
+            Refusal::MaxWaits => (full, Reason::MaxWaits, "as many waits as a session may have"),
+            Refusal::MaxSessions => (full, Reason::MaxSessions, "as many sessions as may be"),
             Refusal::MaxKeys => (full, Reason::MaxKeys, "as many values as may be"),
             Refusal::ListFull => (full, Reason::ListFull, "the list is full"),
             Refusal::MaxSubscriptions => {

@@ -259,7 +259,8 @@ impl App {
         if !caller.has_home() {
             return Err(Refused::unavailable());
         }
-        let SessionSecret(secret) = caller.keep().await.map_err(|_| Refused::unavailable())?;
+        let secret = caller.keep().await.map_err(|_| Refused::unavailable())?;
+        let SessionSecret(secret) = secret.ok_or_else(Refused::max_sessions)?;
         let ttl_ms = u32::try_from(ttl.0 / 1_000_000).ok();
         let key = SessionKey { secret, ttl_ms };
         Ok((key, self.enter(key, caller, seat, peer, metadata)))

@@ -113,8 +113,9 @@ refusals! {
         500: "`internal`: a defect of the server.",
         503: "`draining`: the server is shutting down. `not_leader`: ask the member in `X-Dflockd-Leader`. \
             `unavailable`: nobody can decide it now, and nothing was done. `unknown`: the request may have had its \
-            effect. `max_locks`, `max_waiters`, `max_keys`, `max_sessions`, `max_sessions_per_ip`, \
-            `max_subscriptions`: a limit is reached. `fence_persistence`: no fence can be had now."
+            effect. `max_locks`, `max_waiters`, `max_keys`, `max_holds`, `max_waits`, `max_sessions`, \
+            `max_sessions_per_ip`, `max_subscriptions`: a limit is reached. \
+            `fence_persistence`: no fence can be had now."
     }
     /// What every route of an operator can answer.
     AdminRefusals {

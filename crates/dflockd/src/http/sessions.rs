@@ -101,7 +101,12 @@ impl Sessions {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
             idle: config.http_session_idle_timeout,
-            max: config.http_max_sessions,
+            max: match (config.http_max_sessions, config.max_sessions) {
+                // In a cluster all members count them together, with those of other APIs.
+                (max, _) if config.replicated().is_some() => max,
+                (0, max) | (max, 0) => max,
+                (http, all) => http.min(all),
+            },
             per_address_max: config.http_max_sessions_per_ip,
             started: Instant::now(),
             seats: Arc::new(Seats { service: Arc::clone(service), taken: Mutex::default() }),
@@ -217,7 +222,8 @@ impl App {
             None => SessionKey(rand::random()),
             Some(_) if !caller.has_home() => return Err(ApiError::unavailable()),
             Some(member) => match caller.keep().await {
-                Ok(SessionSecret(secret)) => SessionKey(secret),
+                Ok(Some(SessionSecret(secret))) => SessionKey(secret),
+                Ok(None) => return Err(ApiError::max_sessions()),
                 Err(_) if !member.is_ready() => return Err(ApiError::unavailable()),
                 Err(_) => return Err(ApiError::session_create_failed()),
             },

@@ -41,6 +41,43 @@ impl super::harness::Client {
     }
 }
 
+/// GUARANTEES 48: in a cluster, too, a lease, a session and all sessions together have bounds, and idle keys make room.
+#[test]
+fn what_clients_have_is_bounded() {
+    let flags = ["--max-lease-ttl", "50", "--max-locks", "3", "--max-holds-per-session", "2"];
+    let others = ["--max-waits-per-session", "1", "--max-sessions", "1"];
+    let cluster = Cluster::start(3, &[&flags[..], &others].concat());
+    let leader = cluster.leader();
+    let at = cluster.others(leader)[0];
+    let mut client = cluster.connect(at);
+    // The first leader has put the limits of version 2 into the log.
+    eventually("the longest lease", || {
+        let answer = client.ask("l", "k", "5 9000");
+        client.check("r", "k", &super::harness::granted(&answer), "ok");
+        answer.ends_with(" 50").then_some(())
+    });
+    for key in ["a", "b"] {
+        let token = client.lock(key, "0 40");
+        client.check("r", key, &token, "ok");
+    }
+    client.lock("c", "0 40");
+    client.lock("d", "0 40");
+    client.check("l", "e", "0", "error_max_locks");
+    let mut other = cluster.connect(leader);
+    other.lock("e", "0 40");
+    other.check("l", "f", "0", "error_max_locks");
+    other.check("e", "c", "40", "queued");
+    other.check("e", "d", "40", "error_max_waiters");
+    other.check("blpop", "list", "5", "error_max_waiters");
+    let mut first = cluster.connect(leader);
+    let kept = first.ask("hello", "first", "keep");
+    let mut second = cluster.connect(at);
+    let refused = second.ask("hello", "second", "keep");
+    assert!(kept.starts_with("ok keep=") && refused == "error", "{kept}, {refused}");
+    assert!(second.ask("hello", "second", "").starts_with("ok"));
+    cluster.wait_until_equal();
+}
+
 const SOON: Duration = Duration::from_millis(900);
 const LEASE: u64 = 2;
 const AT_LEASE: std::ops::Range<Duration> =

@@ -135,6 +135,30 @@ fn a_forced_cluster_grants_nothing_while_an_old_lease_may_last() {
     check(&mut cluster, 2, begun, &old);
 }
 
+/// An operator who knows that nobody of before still works need not wait for a lease that lasts for years.
+#[test]
+fn the_delay_of_a_new_cluster_can_be_bounded() {
+    let mut cluster = Cluster::start(1, &[]);
+    // It stays connected: a client that goes releases what it holds.
+    let mut holder = cluster.connect(0);
+    holder.lock("k", "0 80000");
+    cluster.nodes[0].kill();
+    let dir = cluster.nodes[0].dir.to_str().unwrap().to_owned();
+    let force = ["force-new", "--raft-dir", &dir, "--yes"];
+    let said = done(&[&force[..], &["--dry-run"]].concat());
+    assert!(said.contains("nothing is granted for 80003 s"), "{said}");
+    let args = [&force[..], &["--grant-delay", "5", "--grant-delay-max", "4"]].concat();
+    super::operate::refused(&args, "--grant-delay is above --grant-delay-max");
+    let output = super::operate::offline(&[&force[..], &["--grant-delay-max", "1"]].concat());
+    let said = String::from_utf8_lossy(&output.stdout);
+    let warned = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("nothing is granted for 1 s"), "{output:?}");
+    assert!(warned.contains("warning: a lease of before may last for 80003 s"), "{output:?}");
+    cluster.nodes[0].start();
+    cluster.nodes[0].wait_until_ready();
+    granted(&cluster.connect(0).ask("l", "k", "30"));
+}
+
 #[test]
 fn a_restored_cluster_grants_nothing_while_an_old_lease_may_last() {
     let mut cluster = start();

@@ -249,7 +249,8 @@ fn a_finalised_cluster_has_no_way_back() {
     new.connect().check("kget", "after", "", "ok 2");
 }
 
-/// It had said that it reads the newer version, was away when that was finalised, and comes back with the older program.
+/// It had said that it reads the newer version, was away when that was finalised, and comes back with the older
+/// program.
 #[test]
 fn a_member_that_was_away_is_too_old_when_it_comes_back() {
     let mut cluster = upgraded(Turn::shared());
@@ -304,8 +305,8 @@ fn a_witness_has_its_say() {
     assert!(said.contains("start a newer one") || said.contains("start the newer one"), "{said}");
 }
 
-/// GUARANTEES 17, 35, 42: one node after the other gets the newer program, and then it is finalised, while clients write
-/// and hold. Everything that was acknowledged is there, no session and no hold is lost.
+/// GUARANTEES 17, 35, 42: one node after the other gets the newer program, and then it is finalised, while clients
+/// write and hold. Everything that was acknowledged is there, no session and no hold is lost.
 #[test]
 fn a_rolling_upgrade_under_load_loses_nothing() {
     let mut cluster = start(Turn::alone(), &[]);

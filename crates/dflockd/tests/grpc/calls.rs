@@ -143,7 +143,7 @@ async fn kinds(link: &Link) {
     assert_eq!(a.try_acquire(writer).await.unwrap(), None, "promise 1");
     let mutex = a.try_acquire(with(&a, "k.rw", LockMode::Mutex, 0)).await;
     refused(mutex, Code::FailedPrecondition, Reason::TypeMismatch);
-    // Idle ones count, so some are left of the 60 locks.
+    // Some are held, so there is no room for as many others as there may be locks.
     let mut refusal = None;
     for number in 0..60 {
         if let Err(status) = a.try_acquire(a.request(&format!("k.many{number}"), 0)).await {

@@ -69,6 +69,17 @@ async fn calls_have_a_rate() {
     }
 }
 
+/// GUARANTEES 48: sessions of all APIs that outlive their connections are counted together.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn kept_sessions_are_counted() {
+    let site = Site::start(&["--max-sessions", "2"]);
+    let link = site.link().await;
+    link.open(0).await;
+    link.open(0).await;
+    let full = link.sessions().open(OpenRequest::default()).await;
+    refused(full, Code::ResourceExhausted, Reason::MaxSessions);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_have_a_limit() {
     let site = Site::start(&["--max-value-bytes", "1048576"]);

@@ -637,8 +637,8 @@ impl Talk {
     )]
     fn refused(&self, op: Op, status: &Status) {
         let code = match info(status).reason() {
-            Reason::MaxLocks => ErrorCode::MaxLocks,
-            Reason::MaxWaiters => ErrorCode::MaxWaiters,
+            Reason::MaxLocks | Reason::MaxHolds => ErrorCode::MaxLocks,
+            Reason::MaxWaiters | Reason::MaxWaits => ErrorCode::MaxWaiters,
             Reason::MaxKeys => ErrorCode::MaxKeys,
             Reason::ListFull => ErrorCode::ListFull,
             Reason::LimitMismatch => ErrorCode::LimitMismatch,

@@ -34,6 +34,28 @@ fn sessions_in_all() {
     assert_eq!(overview["http_sessions"], 3, "{overview}");
 }
 
+/// GUARANTEES 48: without a limit of HTTP itself, that of all sessions counts; what a session holds and waits for has
+/// one.
+#[test]
+fn sessions_and_what_they_have() {
+    let site = Site::start(&[
+        "--max-sessions",
+        "2",
+        "--max-holds-per-session",
+        "2",
+        "--max-lease-ttl",
+        "60",
+    ]);
+    let sessions: Vec<_> = (0..2).map(|_| site.session()).collect();
+    site.post("/v1/sessions", &json!({})).refused(503, "max_sessions");
+    sessions[0].lock("a");
+    sessions[0].lock("b");
+    let wanted = json!({ "lease_ttl_s": 9_000_000 });
+    sessions[0].post("/v1/locks/c", &wanted).refused(503, "max_holds");
+    let granted = sessions[1].post("/v1/locks/c", &wanted).ok();
+    assert_eq!(granted["lease_ttl_s"], 60, "{granted}");
+}
+
 #[test]
 fn reaped_sessions_make_room() {
     let site = Site::start(&["--http-max-sessions", "1", "--http-session-idle-timeout", "1"]);
