@@ -138,6 +138,16 @@ struct Revocable {
 }
 
 impl Revocable {
+    /// Whether the token is no longer valid now.
+    fn is_gone(&self) -> bool {
+        let auth = &self.app.service.auth;
+        let is_gone = self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass);
+        if is_gone {
+            self.app.service.metrics.revoked(Door::Grpc);
+        }
+        is_gone
+    }
+
     /// Whether the token is no longer valid; if not, the task is woken when that changes.
     fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
         if self.pass == Pass::OPEN {
@@ -290,9 +300,9 @@ impl Future for Passing {
         let refused = match &mut this.step {
             Step::Route(route, deadline) => {
                 if let Poll::Ready(Ok(response)) = Pin::new(route).poll(cx) {
-                    // Its session went with the token.
-                    let is_gone = code_of(response.headers()) == Some(Code::NotFound)
-                        && this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx));
+                    // Its session went with the token, or it was granted what another one lost with it: what is not
+                    // told is given back.
+                    let is_gone = this.pass.as_mut().is_some_and(|pass| pass.is_gone());
                     let response = if is_gone {
                         Status::from(Refused::revoked()).into_http()
                     } else {

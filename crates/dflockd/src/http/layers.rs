@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request};
 use axum::http::header::{CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
-use axum::http::{HeaderValue, Method, StatusCode};
+use axum::http::{HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
@@ -204,6 +204,12 @@ pub(crate) struct Passing {
 }
 
 impl Passing {
+    /// Whether the token of the request, if it came with one, is no longer valid now.
+    fn is_gone(&self) -> bool {
+        let auth = &self.app.service.auth;
+        self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass)
+    }
+
     /// Whether the token of a request that waits is no longer valid.
     fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
         if self.pass == Pass::OPEN {
@@ -232,10 +238,10 @@ impl Future for Passing {
         let this = &mut *self;
         let ready = match &mut this.step {
             Step::Route(route) => match Pin::new(route).poll(cx) {
-                // Its session went with the token.
-                Poll::Ready(Ok(response))
-                    if response.status() == StatusCode::GONE && this.is_revoked(cx) =>
-                {
+                // Its session went with the token, or it was granted what another one lost with it: what is not told
+                // is given back.
+                Poll::Ready(Ok(_)) if this.is_gone() => {
+                    this.app.service.metrics.revoked(Door::Http);
                     Some(challenge(ApiError::revoked()).into_response())
                 }
                 Poll::Ready(Ok(response)) => Some(response),
