@@ -19,12 +19,15 @@ pub(super) struct Proxy {
     shared: Arc<Shared>,
 }
 
+/// A direction: from, to.
+type Way = (usize, usize);
+
 #[derive(Default)]
 struct Shared {
     /// Directions that are cut: from, to.
     cut: Mutex<BTreeSet<(usize, usize)>>,
     /// What is to be sent between two frames: from, to, the frame with its length.
-    injected: Mutex<Option<((usize, usize), Vec<u8>)>>,
+    injected: Mutex<Option<(Way, Vec<u8>)>>,
     stopped: AtomicBool,
 }
 
