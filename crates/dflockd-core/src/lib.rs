@@ -43,7 +43,9 @@ pub use command::{Caller, Command, Expect, Query, Subscription};
 pub use effect::{
     Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
 };
-pub use pattern::{is_literal, is_valid as pattern_is_valid, matches as pattern_matches};
+pub use pattern::{
+    is_literal, is_valid as pattern_is_valid, matches as pattern_matches, tokens as pattern_tokens,
+};
 pub use session::{Progress, Usage};
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
