@@ -35,6 +35,7 @@ mod subscription;
 mod tally;
 mod types;
 mod view;
+mod watch;
 
 #[cfg(test)]
 mod tests;
@@ -59,3 +60,4 @@ pub use view::{
     BarrierView, ChannelView, Contended, Contention, CounterView, HolderView, KeyKind, KeyView,
     KvView, ListView, Listed, LockKind, LockPage, LockView, Only, SessionView, Survey, WaiterView,
 };
+pub use watch::{SharedWatches, WatchIndex};
