@@ -369,5 +369,5 @@ fn check_pattern(pattern: &str) -> Result<(), Error> {
     if pattern_is_valid(pattern.as_bytes()) {
         return Ok(());
     }
-    Err(Error::Invalid(format!("not a pattern: {pattern}")))
+    Err(Error::Invalid(format!("not a pattern of at most 16 tokens: {pattern}")))
 }

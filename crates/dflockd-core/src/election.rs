@@ -56,6 +56,18 @@ impl Observers {
         }
     }
 
+    /// The session does not observe the election any more, unless it leads.
+    pub(crate) fn ignore(&mut self, key: &[u8], session: SessionId) {
+        let Some(reason) = self.0.get_mut(key).and_then(|sessions| sessions.get_mut(&session))
+        else {
+            return;
+        };
+        reason.explicit = false;
+        if !reason.leads {
+            self.forget(key, session);
+        }
+    }
+
     pub(crate) fn forget(&mut self, key: &[u8], session: SessionId) {
         if let Some(sessions) = self.0.get_mut(key) {
             sessions.remove(&session);

@@ -10,7 +10,7 @@ use crate::lock::Lock;
 use crate::pattern;
 use crate::session::{Blocked, Enqueued, Session};
 use crate::store::{IdleValue, Store};
-use crate::subscription::Owned;
+use crate::subscription::{Owned, Volume};
 use crate::types::{Fence, SessionId, Space};
 use crate::view::LockKind;
 
@@ -275,33 +275,48 @@ impl Store {
     fn verify_subscriptions(&self) -> Result<(), String> {
         let mut wanted = 0;
         let mut listed = 0;
-        for (id, session) in &self.sessions {
+        let mut all = Volume::default();
+        for (&id, session) in &self.sessions {
+            let mut own = Volume::default();
             for subscription in &session.subscriptions {
+                own.add(subscription);
+                all.add(subscription);
+                // Whoever does not listen is nowhere: what is counted below would be too much otherwise.
+                if !self.listens(id) {
+                    continue;
+                }
                 let present = match subscription {
                     Owned::Signals { pattern, group } => {
                         let listeners = self.subscriptions.signals.get(pattern);
                         listeners.is_some_and(|listeners| {
                             if group.is_empty() {
-                                return listeners.alone.contains(id);
+                                return listeners.alone.contains(&id);
                             }
                             let members = listeners.groups.get(group);
-                            members.is_some_and(|members| members.sessions.contains(id))
+                            members.is_some_and(|members| members.sessions.contains(&id))
                         })
                     }
-                    Owned::Changes { pattern } => {
-                        let sessions = self.subscriptions.watches.get(pattern);
-                        sessions.is_some_and(|sessions| sessions.contains(id))
-                    }
+                    Owned::Changes { pattern } => match self.subscriptions.shared_for(pattern) {
+                        Some(watches) => {
+                            let mut present = false;
+                            watches.read(&mut |index| present = index.contains(pattern, id));
+                            listed += 1;
+                            present
+                        }
+                        None => self.subscriptions.watches.contains(pattern, id),
+                    },
                     Owned::Leaders { key } => {
                         let sessions = self.observers.0.get(key);
-                        let reason = sessions.and_then(|sessions| sessions.get(id));
+                        let reason = sessions.and_then(|sessions| sessions.get(&id));
                         reason.is_some_and(|reason| reason.explicit)
                     }
                 };
                 ensure!(present, "{id:?} is not listed for {subscription:?}");
                 wanted += 1;
             }
+            ensure!(own == session.subscribed, "subscriptions of {id:?} are miscounted");
         }
+        ensure!(all == self.subscriptions.volume, "subscriptions are miscounted");
         for (pattern, listeners) in self.subscriptions.signals.iter() {
             ensure!(pattern::is_valid(pattern), "{pattern:?} is no pattern");
             listed += listeners.alone.len();

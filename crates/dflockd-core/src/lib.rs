@@ -35,6 +35,7 @@ mod subscription;
 mod tally;
 mod types;
 mod view;
+mod watch;
 
 #[cfg(test)]
 mod tests;
@@ -43,7 +44,9 @@ pub use command::{Caller, Command, Expect, Query, Subscription};
 pub use effect::{
     Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
 };
-pub use pattern::{is_literal, is_valid as pattern_is_valid, matches as pattern_matches};
+pub use pattern::{
+    is_literal, is_valid as pattern_is_valid, matches as pattern_matches, tokens as pattern_tokens,
+};
 pub use session::{Progress, Usage};
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
@@ -57,3 +60,4 @@ pub use view::{
     BarrierView, ChannelView, Contended, Contention, CounterView, HolderView, KeyKind, KeyView,
     KvView, ListView, Listed, LockKind, LockPage, LockView, Only, SessionView, Survey, WaiterView,
 };
+pub use watch::{SharedWatches, WatchIndex};

@@ -15,7 +15,7 @@ use crate::deadline::{Timer, TimerKey};
 use crate::effect::{Effect, LostReason, Outcome, Refusal};
 use crate::lock::{EndOfHold, IN_SESSION};
 use crate::store::Store;
-use crate::subscription::Owned;
+use crate::subscription::{Owned, Volume};
 use crate::types::{Bytes, Limits, RequestId, SessionId, Space, Timestamp};
 
 pub(crate) struct Session {
@@ -28,6 +28,8 @@ pub(crate) struct Session {
     /// What it has in all stores of the server; none if there is only this one.
     usage: Option<Arc<Usage>>,
     pub(crate) subscriptions: BTreeSet<Owned>,
+    /// How much that is.
+    pub(crate) subscribed: Volume,
     /// Set for a session whose requests can be repeated.
     pub(crate) results: Option<Box<Results>>,
     /// Set while the session has no connection: it may end then, and the timer that looks.
@@ -235,6 +237,7 @@ impl Session {
             blocked: Waits::new(usage.clone()),
             usage,
             subscriptions: BTreeSet::new(),
+            subscribed: Volume::default(),
             results: None,
             detached: None,
             notes: BTreeMap::new(),
@@ -484,7 +487,15 @@ impl Store {
     }
 
     pub(crate) fn detach(&mut self, id: SessionId, until: Timestamp) {
-        self.attach(id);
+        let listened = self.session(id).detached.is_none();
+        self.set_detached(id, until);
+        if listened && !self.listens(id) {
+            self.unlist_all(id);
+        }
+    }
+
+    fn set_detached(&mut self, id: SessionId, until: Timestamp) {
+        self.stop_detached_timer(id);
         let at = until.max(self.now).max(self.lease_end(id).unwrap_or_default());
         let timer = self.deadlines.add_timer(at, Timer::Session(id));
         self.session(id).detached = Some((until, timer));
@@ -495,11 +506,19 @@ impl Store {
         if let Some(owner) = self.sessions.get(&id)
             && let Some((until, _)) = owner.detached
         {
-            self.detach(id, until);
+            self.set_detached(id, until);
         }
     }
 
     pub(crate) fn attach(&mut self, id: SessionId) {
+        let listened = self.listens(id);
+        self.stop_detached_timer(id);
+        if !listened {
+            self.list_all(id);
+        }
+    }
+
+    fn stop_detached_timer(&mut self, id: SessionId) {
         if let Some((_, timer)) = self.session(id).detached.take() {
             self.deadlines.remove_timer(timer);
         }
@@ -584,7 +603,7 @@ impl Store {
         }
         let results = owner.results_kept();
         for subscription in core::mem::take(&mut owner.subscriptions) {
-            *self.tally.subscriptions(&subscription) -= 1;
+            self.forget_subscription(&subscription);
             self.unlist(id, &subscription);
         }
         // All its places go before anybody moves up, or it could be granted something on its way out.

@@ -1,4 +1,5 @@
-//! What spans several stores that together are one server: counters that all of them draw from.
+//! What spans several stores that together are one server: counters that all of them draw from. `watch.rs` has the
+//! watches that span them.
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -15,6 +16,7 @@ pub struct Shared {
     revision: AtomicU64,
     locks: AtomicU64,
     keys: AtomicU64,
+    wild_watches: AtomicU64,
 }
 
 impl Default for Shared {
@@ -33,6 +35,7 @@ impl Shared {
             revision: AtomicU64::new(0),
             locks: AtomicU64::new(0),
             keys: AtomicU64::new(0),
+            wild_watches: AtomicU64::new(0),
         }
     }
 
@@ -70,6 +73,20 @@ impl Shared {
     /// How many counters, KV entries, lists and barriers exist.
     pub fn keys(&self) -> u64 {
         self.keys.load(Relaxed)
+    }
+
+    /// How many watches there are in [`SharedWatches`](crate::SharedWatches). Relaxed is enough here as well: whoever
+    /// was told that a watch has begun, by whatever means, comes after the count of it.
+    pub(crate) fn wild_watches(&self) -> u64 {
+        self.wild_watches.load(Relaxed)
+    }
+
+    pub(crate) fn add_wild_watch(&self) {
+        self.wild_watches.fetch_add(1, Relaxed);
+    }
+
+    pub(crate) fn remove_wild_watch(&self) {
+        self.wild_watches.fetch_sub(1, Relaxed);
     }
 
     pub(crate) fn take_fence(&self) -> Option<Fence> {

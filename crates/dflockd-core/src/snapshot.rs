@@ -334,7 +334,9 @@ impl Store {
         if let Some((_, key)) = data.detached {
             self.deadlines.restore_timer(key, Timer::Session(id));
         }
-        for subscription in &data.subscriptions {
+        // As in `Store::listens`, which does not know the session yet.
+        let listens = data.detached.is_none() || !self.limits.follows(2);
+        for subscription in data.subscriptions.iter().filter(|_| listens) {
             // Groups and observers have more to them and come by themselves.
             match subscription {
                 Owned::Signals { group, .. } if !group.is_empty() => {}
@@ -344,6 +346,8 @@ impl Store {
         }
         for subscription in &data.subscriptions {
             *self.tally.subscriptions(subscription) += 1;
+            self.subscriptions.volume.add(subscription);
+            session.subscribed.add(subscription);
         }
         self.tally.results_changed((0, 0), session.results_kept());
         session.subscriptions = data.subscriptions;

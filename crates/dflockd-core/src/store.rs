@@ -246,8 +246,25 @@ impl Store {
     /// Decides by other limits from now on. What they already exceed stays; the namespaces stay what they are.
     pub fn set_limits(&mut self, limits: Limits) {
         let shared_namespace = self.limits.shared_namespace;
+        let followed = self.limits.follows(2);
         self.deadlines.grace = limits.failover_grace;
         self.limits = Limits { shared_namespace, ..limits };
+        if followed != self.limits.follows(2) {
+            self.review_detached();
+        }
+    }
+
+    /// The rules about sessions without a connection have changed: see [`Store::listens`].
+    fn review_detached(&mut self) {
+        for id in self.session_ids(SessionId(0)..=SessionId(u64::MAX)) {
+            if self.session(id).detached.is_none() {
+                continue;
+            }
+            self.unlist_all(id);
+            if self.listens(id) {
+                self.list_all(id);
+            }
+        }
     }
 
     /// Executes the command itself. The answer comes with whether a retry should get it again; no answer means
@@ -491,12 +508,12 @@ impl Store {
         let revision = self.shared.next_revision();
         if self.limits.events_max == 0 {
             self.forgotten = revision;
-            if self.subscriptions.nobody_watches() {
+            if self.subscriptions.nobody_watches(&self.shared) {
                 return revision;
             }
         }
         let change = Change { revision, event, key: key.clone() };
-        for session in self.subscriptions.watchers(key) {
+        for session in self.subscriptions.watchers(key, &self.shared) {
             let push = Push::Change(change.clone());
             effects.push(Effect::Push { session, push, group: None });
         }

@@ -1,6 +1,7 @@
 //! Who listens to what: signals, queue groups, watches. Observers of elections are in `election.rs`.
 
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 use serde::{Deserialize, Serialize};
@@ -9,8 +10,10 @@ use crate::bugs::{Bug, bug};
 use crate::command::Subscription;
 use crate::effect::{Effect, Group, LeaderEvent, Outcome, Push, Refusal};
 use crate::pattern::{self, PatternIndex};
+use crate::shared::Shared;
 use crate::store::Store;
-use crate::types::{Bytes, Revision, SessionId, Space};
+use crate::types::{Bytes, Limits, Revision, SessionId, Space};
+use crate::watch::{SharedWatches, WatchIndex};
 
 /// A subscription as its session remembers it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -29,6 +32,44 @@ impl From<Subscription<'_>> for Owned {
             Subscription::Changes { pattern, from: _ } => Self::Changes { pattern: pattern.into() },
             Subscription::Leaders { key } => Self::Leaders { key: key.into() },
         }
+    }
+}
+
+impl Owned {
+    /// The bytes of its names: what one subscription may cost depends on them alone.
+    pub(crate) fn bytes(&self) -> u64 {
+        let bytes = match self {
+            Self::Signals { pattern, group } => pattern.len() + group.len(),
+            Self::Changes { pattern } => pattern.len(),
+            Self::Leaders { key } => key.len(),
+        };
+        bytes as u64
+    }
+}
+
+/// How much is subscribed to, by a session or by all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Volume {
+    pub(crate) count: u64,
+    /// See [`Owned::bytes`].
+    pub(crate) bytes: u64,
+}
+
+impl Volume {
+    pub(crate) fn add(&mut self, subscription: &Owned) {
+        self.count += 1;
+        self.bytes += subscription.bytes();
+    }
+
+    fn remove(&mut self, subscription: &Owned) {
+        self.count -= 1;
+        self.bytes -= subscription.bytes();
+    }
+
+    /// Whether one more stays within both limits; 0 = unlimited.
+    fn has_room_for(self, subscription: &Owned, count_max: u64, bytes_max: u64) -> bool {
+        let (count, bytes) = (self.count + 1, self.bytes + subscription.bytes());
+        (count_max == 0 || count <= count_max) && (bytes_max == 0 || bytes <= bytes_max)
     }
 }
 
@@ -68,24 +109,47 @@ impl Members {
     }
 }
 
+/// Who is to be told what. A session that does not listen ([`Store::listens`]) is not in here.
 pub(crate) struct Subscriptions {
     pub(crate) signals: PatternIndex<Listeners>,
-    pub(crate) watches: PatternIndex<BTreeSet<SessionId>>,
+    pub(crate) watches: WatchIndex,
+    /// Where watches with wildcards are instead, if several stores have them in common.
+    pub(crate) shared_watches: Option<Arc<dyn SharedWatches>>,
+    /// Of all sessions, whether they listen or not.
+    pub(crate) volume: Volume,
 }
 
 impl Subscriptions {
     pub(crate) const fn new() -> Self {
-        Self { signals: PatternIndex::new(), watches: PatternIndex::new() }
+        Self {
+            signals: PatternIndex::new(),
+            watches: WatchIndex::new(),
+            shared_watches: None,
+            volume: Volume { count: 0, bytes: 0 },
+        }
     }
 
-    pub(crate) fn nobody_watches(&self) -> bool {
-        self.watches.is_empty()
+    pub(crate) fn nobody_watches(&self, shared: &Shared) -> bool {
+        self.watches.is_empty() && shared.wild_watches() == 0
     }
 
     /// The sessions that watch a key, each once.
-    pub(crate) fn watchers(&self, key: &[u8]) -> BTreeSet<SessionId> {
-        let patterns = self.watches.find(key);
-        patterns.iter().filter_map(|pattern| self.watches.get(pattern)).flatten().copied().collect()
+    pub(crate) fn watchers(&self, key: &[u8], shared: &Shared) -> BTreeSet<SessionId> {
+        let mut watchers = BTreeSet::new();
+        if !self.watches.is_empty() {
+            self.watches.find(key, &mut watchers);
+        }
+        if shared.wild_watches() > 0
+            && let Some(watches) = &self.shared_watches
+        {
+            watches.read(&mut |index| index.find(key, &mut watchers));
+        }
+        watchers
+    }
+
+    /// Where a watch with this pattern is, if not in the store itself.
+    pub(crate) fn shared_for(&self, pattern: &[u8]) -> Option<&dyn SharedWatches> {
+        self.shared_watches.as_deref().filter(|_| !pattern::is_literal(pattern))
     }
 }
 
@@ -98,21 +162,35 @@ fn is_valid(subscription: Subscription<'_>) -> bool {
     }
 }
 
+/// Whether no pattern has more tokens than it may. Older ones are kept and can be ended, so only a new one is refused.
+fn is_short(subscription: Subscription<'_>, limits: &Limits) -> bool {
+    match subscription {
+        Subscription::Signals { pattern, .. } | Subscription::Changes { pattern, .. } => {
+            let tokens_max = limits.pattern_tokens_max;
+            tokens_max == 0 || pattern::tokens(pattern) <= tokens_max
+        }
+        Subscription::Leaders { .. } => true,
+    }
+}
+
 impl Store {
+    /// Has watches with wildcards in common with other stores from now on; there must be none yet.
+    pub fn share_watches(&mut self, watches: Arc<dyn SharedWatches>) {
+        self.subscriptions.shared_watches = Some(watches);
+    }
+
     pub(crate) fn subscribe(
         &mut self,
         session: SessionId,
         subscription: Subscription<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
-        if !is_valid(subscription) {
+        if !is_valid(subscription) || !is_short(subscription, &self.limits) {
             return Outcome::Refused(Refusal::BadPattern);
         }
         let owned = Owned::from(subscription);
-        let subscriptions_max = self.limits.subscriptions_max;
-        let mine = &self.session(session).subscriptions;
-        let new = !mine.contains(&owned);
-        if new && subscriptions_max > 0 && mine.len() as u64 >= subscriptions_max {
+        let new = !self.session(session).subscriptions.contains(&owned);
+        if new && !self.has_room_for(session, &owned) {
             return Outcome::Refused(Refusal::MaxSubscriptions);
         }
         if let Subscription::Changes { pattern, from: Some(from) } = subscription
@@ -120,14 +198,19 @@ impl Store {
         {
             return Outcome::Compacted(compacted);
         }
-        if new {
-            *self.tally.subscriptions(&owned) += 1;
+        if new && self.listens(session) {
             self.list(session, &owned);
         }
         if let Owned::Leaders { key } = &owned {
             self.tell_who_leads(session, key, effects);
         }
-        self.session(session).subscriptions.insert(owned);
+        if new {
+            *self.tally.subscriptions(&owned) += 1;
+            self.subscriptions.volume.add(&owned);
+            let owner = self.session(session);
+            owner.subscribed.add(&owned);
+            owner.subscriptions.insert(owned);
+        }
         Outcome::Done
     }
 
@@ -141,10 +224,57 @@ impl Store {
         }
         let owned = Owned::from(subscription);
         self.unlist(session, &owned);
-        if self.session(session).subscriptions.remove(&owned) {
-            *self.tally.subscriptions(&owned) -= 1;
+        let owner = self.session(session);
+        if owner.subscriptions.remove(&owned) {
+            owner.subscribed.remove(&owned);
+            self.forget_subscription(&owned);
         }
         Outcome::Done
+    }
+
+    fn has_room_for(&mut self, session: SessionId, owned: &Owned) -> bool {
+        let limits = &self.limits;
+        let (count_max, bytes_max) = (limits.subscriptions_max, limits.subscription_bytes_max);
+        let in_all = (limits.subscriptions_total_max, limits.subscription_bytes_total_max);
+        let all = self.subscriptions.volume;
+        self.session(session).subscribed.has_room_for(owned, count_max, bytes_max)
+            && all.has_room_for(owned, in_all.0, in_all.1)
+    }
+
+    /// A subscription of some session has ended.
+    pub(crate) fn forget_subscription(&mut self, owned: &Owned) {
+        *self.tally.subscriptions(owned) -= 1;
+        self.subscriptions.volume.remove(owned);
+    }
+
+    /// Whether a session is told anything. One without a connection is not: nobody would hear it, and a member of its
+    /// queue group that can be told must not miss its turn. Its subscriptions wait until somebody attaches.
+    pub(crate) fn listens(&self, session: SessionId) -> bool {
+        let is_detached =
+            || self.sessions.get(&session).is_some_and(|owner| owner.detached.is_some());
+        !self.limits.follows(2) || !is_detached()
+    }
+
+    /// Enters all that a session subscribed to where it is looked for.
+    pub(crate) fn list_all(&mut self, session: SessionId) {
+        let subscriptions = core::mem::take(&mut self.session(session).subscriptions);
+        for subscription in &subscriptions {
+            self.list(session, subscription);
+        }
+        self.session(session).subscriptions = subscriptions;
+    }
+
+    /// Takes all that a session subscribed to from where it is looked for. The session still owns it.
+    pub(crate) fn unlist_all(&mut self, session: SessionId) {
+        let subscriptions = core::mem::take(&mut self.session(session).subscriptions);
+        for subscription in &subscriptions {
+            match subscription {
+                // Whoever leads stays an observer of its own election.
+                Owned::Leaders { key } => self.observers.ignore(key, session),
+                Owned::Signals { .. } | Owned::Changes { .. } => self.unlist(session, subscription),
+            }
+        }
+        self.session(session).subscriptions = subscriptions;
     }
 
     pub(crate) fn signal(
@@ -217,9 +347,16 @@ impl Store {
                     members.sessions.push(session);
                 }
             }
-            Owned::Changes { pattern } => {
-                self.subscriptions.watches.entry(pattern).insert(session);
-            }
+            Owned::Changes { pattern } => match self.subscriptions.shared_for(pattern) {
+                Some(watches) => watches.write(&mut |index| {
+                    if index.insert(pattern, session) {
+                        self.shared.add_wild_watch();
+                    }
+                }),
+                None => {
+                    self.subscriptions.watches.insert(pattern, session);
+                }
+            },
             Owned::Leaders { key } => self.observers.observe(key, session),
         }
     }
@@ -240,13 +377,16 @@ impl Store {
                     self.subscriptions.signals.remove(pattern);
                 }
             }
-            Owned::Changes { pattern } => {
-                let Some(sessions) = self.subscriptions.watches.get_mut(pattern) else { return };
-                sessions.remove(&session);
-                if sessions.is_empty() {
-                    self.subscriptions.watches.remove(pattern);
+            Owned::Changes { pattern } => match self.subscriptions.shared_for(pattern) {
+                Some(watches) => watches.write(&mut |index| {
+                    if index.remove(pattern, session) {
+                        self.shared.remove_wild_watch();
+                    }
+                }),
+                None => {
+                    self.subscriptions.watches.remove(pattern, session);
                 }
-            }
+            },
             Owned::Leaders { key } => self.observers.forget(key, session),
         }
     }

@@ -126,6 +126,13 @@ pub struct ChannelView {
     pub sessions: usize,
 }
 
+impl ChannelView {
+    /// A pattern that is watched.
+    pub(crate) fn watch(pattern: &Bytes, sessions: usize) -> Self {
+        Self { pattern: pattern.clone(), group: Bytes::from(&[][..]), sessions }
+    }
+}
+
 /// Everything, in no particular order.
 #[derive(Clone, Debug, Default)]
 #[expect(missing_docs, reason = "the names say it")]
@@ -421,11 +428,6 @@ impl Store {
             });
             alone.into_iter().chain(groups)
         });
-        let watches = self.subscriptions.watches.iter().map(|(pattern, sessions)| ChannelView {
-            pattern: pattern.clone(),
-            group: Bytes::from(&[][..]),
-            sessions: sessions.len(),
-        });
         Survey {
             locks_total: self.locks.arena.len(),
             values_total: values.iter().sum(),
@@ -450,7 +452,7 @@ impl Store {
                 .filter_map(|key| self.view_barrier(key, now))
                 .collect(),
             signal_channels: signals.collect(),
-            watch_channels: watches.collect(),
+            watch_channels: self.subscriptions.watches.channels(),
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! The caller's thread applies: there is no queue and no wake-up between a request and its answer. Shard 64
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
-//! watch of one key lives in that key's shard as well, a watch with wildcards in all of them.
+//! watch of one key lives in that key's shard as well; a watch with wildcards is beside the shards, once for all.
 
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::Ordering;
@@ -12,10 +12,11 @@ use std::time::Duration;
 use dflockd_core::{
     Bytes, Caller, Change, Command, Contention, Effect, Idle, KeyView, Limits, Listed, LockPage,
     LockView, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, SessionView, Shared,
-    Span, Store, Subscription, Survey, Tally, Timestamp, Usages, is_literal,
+    SharedWatches, Span, Store, Subscription, Survey, Tally, Timestamp, Usages, WatchIndex,
+    is_literal,
 };
 use foldhash::fast::FixedState;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::sync::Notify;
 
 use crate::clock::{Clock, unix_nanos};
@@ -72,6 +73,7 @@ impl Place {
 /// State in memory, spread over shards.
 pub struct Memory {
     shards: Vec<Shard>,
+    watches: Arc<WildWatches>,
     router: Arc<Router>,
     clock: Clock,
     fences: Fences,
@@ -80,6 +82,21 @@ pub struct Memory {
     limits: Limits,
     auto_release: AutoRelease,
     sweep_interval: Duration,
+}
+
+/// The watches with wildcards of all shards. The common shard adds and removes them, and every shard that changes a key
+/// looks here, each under its own lock; nothing is locked while this is.
+#[derive(Default)]
+struct WildWatches(RwLock<WatchIndex>);
+
+impl SharedWatches for WildWatches {
+    fn read(&self, look: &mut dyn FnMut(&WatchIndex)) {
+        look(&self.0.read());
+    }
+
+    fn write(&self, change: &mut dyn FnMut(&mut WatchIndex)) {
+        change(&mut self.0.write());
+    }
 }
 
 struct Shard {
@@ -127,19 +144,25 @@ impl Memory {
             let router = Arc::clone(&router);
             Arc::new(move |id| router.get(id).map(|session| Arc::clone(&session.usage)))
         };
+        let watches = Arc::<WildWatches>::default();
         let shard = |index| {
             let mut limits = limits.clone();
             if index != COMMON {
                 // Counted once, in the common shard.
                 limits.subscriptions_max = 0;
+                limits.subscription_bytes_max = 0;
+                limits.subscriptions_total_max = 0;
+                limits.subscription_bytes_total_max = 0;
             }
             let mut store = Store::new(limits, rand::random(), Arc::clone(&shared), grants_from);
             store.share_usages(Arc::clone(&usages));
+            store.share_watches(Arc::<WildWatches>::clone(&watches));
             let state = ShardState { store, armed: Timestamp::NEVER, effects: Vec::new() };
             Shard { state: Mutex::new(state), earlier: Notify::new() }
         };
         Self {
             shards: (0..=COMMON).map(shard).collect(),
+            watches,
             router,
             clock,
             fences: options.fences,
@@ -358,6 +381,8 @@ impl Memory {
                 all.watch_channels = part.watch_channels;
             }
         }
+        all.watch_channels.extend(self.watches.0.read().channels());
+        all.watch_channels.sort_unstable_by(|a, b| a.pattern.cmp(&b.pattern));
         all
     }
 
@@ -620,22 +645,22 @@ impl Memory {
     ) -> Submitted {
         let applied = self.apply(COMMON, Some(by), caller, command.clone(), pokes);
         let Some(Some(outcome)) = applied else { return Submitted::Gone };
-        if outcome == Outcome::Done {
+        if outcome != Outcome::Done {
+            return Submitted::Done(outcome);
+        }
+        let key = match subscription {
+            Subscription::Signals { .. } => None,
+            Subscription::Changes { pattern, .. } => is_literal(pattern).then_some(pattern),
+            Subscription::Leaders { key } => Some(key),
+        };
+        if let Some(key) = key {
             let unkept = Caller { keep: false, ..caller };
-            let shards = match subscription {
-                Subscription::Signals { .. } => 0..0,
-                Subscription::Changes { pattern, .. } if is_literal(pattern) => {
-                    let shard = shard_of(pattern);
-                    shard..shard + 1
-                }
-                Subscription::Changes { .. } => 0..KEY_SHARDS,
-                Subscription::Leaders { key } => {
-                    let shard = shard_of(key);
-                    shard..shard + 1
-                }
-            };
-            for shard in shards {
-                self.apply(shard, Some(by), unkept, command.clone(), pokes);
+            self.apply(shard_of(key), Some(by), unkept, command.clone(), pokes);
+        } else if matches!(command, Command::Unsubscribe(Subscription::Changes { .. })) {
+            // A shard may just have found the watch and not have told of the change yet. Who has been in every shard
+            // can say that nothing more comes.
+            for shard in &self.shards[..KEY_SHARDS] {
+                drop(shard.state.lock());
             }
         }
         Submitted::Done(outcome)

@@ -7,7 +7,7 @@
 use core::fmt;
 use core::time::Duration;
 
-use memchr::{memchr, memchr2};
+use memchr::{memchr, memchr_iter, memchr2};
 
 use crate::line::Frame;
 use crate::op::{LONG_BYTES_MAX, Op};
@@ -235,10 +235,12 @@ impl<'a> Request<'a> {
             Op::Bwait => barrier_wait(key, arg, unit),
 
             Op::Listen => Ok(Self::Listen { pattern: check_pattern(key)?, group: trim(arg) }),
-            Op::Unlisten => Ok(Self::Unlisten { pattern: check_pattern(key)?, group: trim(arg) }),
+            Op::Unlisten => {
+                Ok(Self::Unlisten { pattern: check_old_pattern(key)?, group: trim(arg) })
+            }
             Op::Signal => signal(key, arg),
             Op::Watch => Ok(Self::Watch { pattern: check_pattern(key)? }),
-            Op::Unwatch => Ok(Self::Unwatch { pattern: check_pattern(key)? }),
+            Op::Unwatch => Ok(Self::Unwatch { pattern: check_old_pattern(key)? }),
 
             Op::Cancel => Ok(Self::Cancel { number: number(arg)? }),
             Op::Ack => Ok(Self::Ack { number: number(arg)? }),
@@ -726,9 +728,17 @@ pub fn key_is_valid(key: &[u8]) -> bool {
     !key.is_empty() && !key.iter().any(|byte| matches!(byte, b' ' | b'\t' | b'\r' | b'\n'))
 }
 
-/// Whether `pattern` is one of dot-separated tokens where `*` and `>` stand alone and `>` is last.
+/// Tokens of a pattern.
+pub const PATTERN_TOKENS_MAX: usize = 16;
+
+/// Whether `pattern` is one of at most 16 dot-separated tokens where `*` and `>` stand alone and `>` is last.
 #[must_use]
 pub fn pattern_is_valid(pattern: &[u8]) -> bool {
+    memchr_iter(b'.', pattern).count() < PATTERN_TOKENS_MAX && is_pattern(pattern)
+}
+
+/// Whether `pattern` is one of any length.
+fn is_pattern(pattern: &[u8]) -> bool {
     if pattern.is_empty() {
         return false;
     }
@@ -756,6 +766,15 @@ fn check_key(key: &[u8]) -> Result<&[u8], ParseError> {
 
 fn check_pattern(pattern: &[u8]) -> Result<&[u8], ParseError> {
     if pattern_is_valid(check_key(pattern)?) {
+        Ok(pattern)
+    } else {
+        Err(ParseError::new(5, "malformed pattern, or one of more than 16 tokens"))
+    }
+}
+
+/// A pattern that may have been subscribed to when more tokens were allowed: whoever did can still end it.
+fn check_old_pattern(pattern: &[u8]) -> Result<&[u8], ParseError> {
+    if is_pattern(check_key(pattern)?) {
         Ok(pattern)
     } else {
         Err(ParseError::new(5, "malformed pattern"))

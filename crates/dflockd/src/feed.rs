@@ -5,10 +5,11 @@
 //! latest for all of them.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_core::{Change, Revision, pattern_matches};
+use dflockd_core::{Change, Refusal, Revision, pattern_matches};
 use dflockd_engine::Engine;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -24,6 +25,10 @@ const BATCH_MAX: usize = 512;
 pub(crate) struct Feed {
     engine: Arc<Engine>,
     pump: Mutex<Weak<Pump>>,
+    /// Patterns that are followed.
+    followed: Arc<AtomicU64>,
+    /// How many may be; 0 = unlimited.
+    followed_max: u64,
 }
 
 /// Looks for news, as long as anybody follows.
@@ -47,6 +52,19 @@ pub(crate) struct Follower {
     news: watch::Receiver<Revision>,
     pattern: Arc<[u8]>,
     after: Revision,
+    _share: Share,
+}
+
+/// What a follower has of the patterns that may be followed; given back when it is dropped.
+struct Share {
+    followed: Arc<AtomicU64>,
+    patterns: u64,
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.followed.fetch_sub(self.patterns, Ordering::Relaxed);
+    }
 }
 
 /// The changes that come next are no longer kept; this is the last revision that is gone.
@@ -58,18 +76,22 @@ pub(crate) struct Compacted(pub(crate) Revision);
 pub(crate) struct Unavailable;
 
 impl Feed {
-    pub(crate) fn new(engine: Arc<Engine>) -> Self {
-        Self { engine, pump: Mutex::default() }
+    /// No more than `followed_max` patterns can be followed at a time; 0 = unlimited.
+    pub(crate) fn new(engine: Arc<Engine>, followed_max: u64) -> Self {
+        Self { engine, pump: Mutex::default(), followed: Arc::default(), followed_max }
     }
 
-    /// Follows the changes of keys that match, after a revision or from now on.
+    /// Follows the changes of keys that match, after a revision or from now on, for somebody who compares each of them
+    /// with so many patterns: every change costs that, so it is what counts.
     pub(crate) async fn follow(
         &self,
         pattern: &[u8],
+        patterns: usize,
         after: Option<Revision>,
-    ) -> Result<Follower, Unavailable> {
+    ) -> Result<Follower, Refusal> {
+        let share = self.share(patterns as u64).ok_or(Refusal::MaxSubscriptions)?;
         let engine = Arc::clone(&self.engine);
-        let now = blocking(move || engine.revision()).await.ok_or(Unavailable)?;
+        let now = blocking(move || engine.revision()).await.ok_or(Refusal::Unavailable)?;
         let pump = {
             let mut known = self.pump.lock();
             match known.upgrade() {
@@ -92,7 +114,15 @@ impl Feed {
             news,
             pattern: pattern.into(),
             after,
+            _share: share,
         })
+    }
+
+    fn share(&self, patterns: u64) -> Option<Share> {
+        let max = if self.followed_max == 0 { u64::MAX } else { self.followed_max };
+        let add = |followed: u64| followed.checked_add(patterns).filter(|sum| *sum <= max);
+        self.followed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        Some(Share { followed: Arc::clone(&self.followed), patterns })
     }
 
     /// How many follow.
@@ -115,6 +145,11 @@ impl Follower {
     /// Up to where everything that matches was handed out.
     pub(crate) fn revision(&self) -> Revision {
         self.after
+    }
+
+    /// Goes on after a revision.
+    pub(crate) fn skip_to(&mut self, after: Revision) {
+        self.after = after;
     }
 
     /// The next changes, at least one. May be dropped and called again.

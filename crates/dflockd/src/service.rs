@@ -8,6 +8,7 @@ use std::time::Duration;
 use dflockd_core::{Limits, Shared, Span};
 use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
+use dflockd_wire::PATTERN_TOKENS_MAX;
 use parking_lot::Mutex;
 
 use crate::audit::Audit;
@@ -120,7 +121,7 @@ impl Service {
         let certificates = certificates.into_iter().filter_map(|(what, file)| Some((what, file?)));
         Ok(Self {
             certificates: certificates.collect(),
-            feed: Feed::new(Arc::clone(&engine)),
+            feed: Feed::new(Arc::clone(&engine), config.max_subscriptions_total),
             metrics: Metrics::new(engine.clock().now()),
             audit: Audit::new(),
             log_budget: LogBudget::default(),
@@ -205,6 +206,7 @@ pub(crate) fn limits(config: &Config) -> Limits {
         gc_interval: span(config.gc_interval),
         shared_namespace: config.shared_key_namespace,
         kv_idle_gc: config.kv_idle_gc,
+        pattern_tokens_max: PATTERN_TOKENS_MAX as u64,
         ..Limits::default()
     }
 }

@@ -19,6 +19,7 @@ mod process {
     mod peers;
     mod signals;
     mod startup;
+    mod subscriptions;
     mod support;
     mod systemd;
     mod tls;

@@ -154,6 +154,8 @@ enum On {
 struct Subscriber {
     session: SessionId,
     topic: Topic,
+    /// False while the session has no connection.
+    listens: bool,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -233,7 +235,8 @@ impl Model {
 
     pub(super) fn group_members(&self, group: &Group) -> Vec<SessionId> {
         let topic = Topic::Signals { pattern: group.pattern.clone(), group: group.name.clone() };
-        self.subscribers.iter().filter(|s| s.topic == topic).map(|s| s.session).collect()
+        let listening = self.subscribers.iter().filter(|s| s.listens);
+        listening.filter(|s| s.topic == topic).map(|s| s.session).collect()
     }
 
     /// The next instant at which time alone changes something that can be seen.
@@ -522,11 +525,23 @@ impl Model {
                 let timer = self.new_timer();
                 self.sessions.entry(session).or_default().detached =
                     Some(Detached { until, timer });
+                if self.limits.rules >= 2 {
+                    for topic in self.topics_of(session) {
+                        self.unsubscribe(session, &topic);
+                        self.subscribers.push(Subscriber { session, topic, listens: false });
+                    }
+                }
                 None
             }
             Command::Attach => {
-                if let Some(state) = self.sessions.get_mut(&session) {
-                    state.detached = None;
+                if let Some(state) = self.sessions.get_mut(&session)
+                    && state.detached.take().is_some()
+                    && self.limits.rules >= 2
+                {
+                    for topic in self.topics_of(session) {
+                        self.unsubscribe(session, &topic);
+                        self.subscribers.push(Subscriber { session, topic, listens: true });
+                    }
                 }
                 None
             }
@@ -1023,7 +1038,9 @@ impl Model {
 
         // A session that ends is granted nothing any more: all its places go before anyone moves up.
         let mut left: Vec<LockId> = Vec::new();
-        let state = self.sessions.remove(&session).unwrap_or_default();
+        let mut state = self.sessions.remove(&session).unwrap_or_default();
+        // By key, because they have no other order that a snapshot keeps.
+        state.records.sort_by(|a, b| a.lock.cmp(&b.lock));
         for record in state.records {
             if record.hold.is_none() {
                 self.leave_queue(&record.lock, session, Place::Enqueue);
@@ -1286,18 +1303,29 @@ impl Model {
 
     /// Each session once that has a subscription of which `wanted` is true.
     fn sessions_with(&self, wanted: impl Fn(&Topic) -> bool) -> BTreeSet<SessionId> {
-        self.subscribers.iter().filter(|s| wanted(&s.topic)).map(|s| s.session).collect()
+        let listening = self.subscribers.iter().filter(|s| s.listens);
+        listening.filter(|s| wanted(&s.topic)).map(|s| s.session).collect()
     }
 
     fn subscribe(&mut self, session: SessionId, subscription: Subscription<'_>) -> Outcome {
         let topic = topic_of(subscription);
-        if !topic.is_well_formed() {
+        if !topic.is_well_formed() || topic.tokens() > or_unlimited(self.limits.pattern_tokens_max)
+        {
             return Outcome::Refused(Refusal::BadPattern);
         }
         let topics = self.topics_of(session);
         let is_new = !topics.contains(&topic);
-        let topics = count(topics.len()).unsigned_abs();
-        if is_new && self.limits.subscriptions_max > 0 && topics >= self.limits.subscriptions_max {
+        let all: Vec<Topic> = self.subscribers.iter().map(|s| s.topic.clone()).collect();
+        let full = |topics: &[Topic], count_max, bytes_max| {
+            let bytes: u64 = topics.iter().map(Topic::bytes).sum();
+            count(topics.len()).unsigned_abs() >= or_unlimited(count_max)
+                || bytes + topic.bytes() > or_unlimited(bytes_max)
+        };
+        let limits = &self.limits;
+        let mine_full = full(&topics, limits.subscriptions_max, limits.subscription_bytes_max);
+        let (count_max, bytes_max) =
+            (limits.subscriptions_total_max, limits.subscription_bytes_total_max);
+        if is_new && (mine_full || full(&all, count_max, bytes_max)) {
             return Outcome::Refused(Refusal::MaxSubscriptions);
         }
         if let Subscription::Changes { pattern, from: Some(from) } = subscription {
@@ -1319,7 +1347,10 @@ impl Model {
             }
         }
         if is_new {
-            self.subscribers.push(Subscriber { session, topic });
+            let state = self.sessions.get(&session);
+            let detached = state.is_some_and(|state| state.detached.is_some());
+            let listens = self.limits.rules < 2 || !detached;
+            self.subscribers.push(Subscriber { session, topic, listens });
         }
         Outcome::Done
     }
@@ -1364,6 +1395,7 @@ impl Model {
             let groups: BTreeSet<Group> = self
                 .subscribers
                 .iter()
+                .filter(|subscriber| subscriber.listens)
                 .filter_map(|subscriber| match &subscriber.topic {
                     Topic::Signals { pattern, group } if !group.is_empty() && listened(pattern) => {
                         Some(Group { pattern: pattern.clone(), name: group.clone() })
@@ -1414,6 +1446,23 @@ impl Lock {
 }
 
 impl Topic {
+    fn tokens(&self) -> u64 {
+        match self {
+            Self::Signals { pattern, .. } | Self::Changes { pattern } => {
+                count(pattern.split(|byte| *byte == b'.').count()).unsigned_abs()
+            }
+            Self::Leaders { .. } => 1,
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        let bytes = match self {
+            Self::Signals { pattern, group } => pattern.len() + group.len(),
+            Self::Changes { pattern: name } | Self::Leaders { key: name } => name.len(),
+        };
+        count(bytes).unsigned_abs()
+    }
+
     fn is_well_formed(&self) -> bool {
         match self {
             Self::Signals { pattern, .. } | Self::Changes { pattern } => is_well_formed(pattern),
@@ -1430,6 +1479,11 @@ fn topic_of(subscription: Subscription<'_>) -> Topic {
         Subscription::Changes { pattern, from: _ } => Topic::Changes { pattern: pattern.into() },
         Subscription::Leaders { key } => Topic::Leaders { key: key.into() },
     }
+}
+
+/// 0 means that there is no limit.
+fn or_unlimited(limit: u64) -> u64 {
+    if limit == 0 { u64::MAX } else { limit }
 }
 
 fn kind_of(mode: Mode) -> Kind {

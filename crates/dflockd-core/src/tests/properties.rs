@@ -36,7 +36,8 @@ const COMMANDS: usize = 200;
 const FIRST_FENCE: u64 = 100;
 
 const KEYS: [&[u8]; 3] = [b"a", b"a.b", b"c.d.e"];
-const PATTERNS: [&[u8]; 8] = [b"a", b"a.b", b"*", b">", b"a.*", b"a.>", b"*.b", b"c.*.e"];
+const PATTERNS: [&[u8]; 10] =
+    [b"a", b"a.b", b"*", b">", b"a.*", b"a.>", b"*.b", b"c.*.e", b"c.d.>", b"*.*.*"];
 const BAD_PATTERNS: [&[u8]; 4] = [b"a*", b"a.>.b", b">.", b"a.b>"];
 const GROUPS: [&[u8]; 3] = [b"", b"g", b"h"];
 const VALUES: [&[u8]; 4] = [b"x", b"yy", b"zzz", b"too-long"];
@@ -188,6 +189,10 @@ impl Case {
             lease_max: Span(rng.pick(&[0, 0, 7, 12])),
             holds_per_session_max: rng.pick(&[0, 0, 2, 4]),
             waits_per_session_max: rng.pick(&[0, 0, 1, 3]),
+            subscription_bytes_max: rng.pick(&[0, 0, 3, 7]),
+            subscriptions_total_max: rng.pick(&[0, 0, 4, 6]),
+            subscription_bytes_total_max: rng.pick(&[0, 0, 9, 16]),
+            pattern_tokens_max: rng.pick(&[0, 0, 2, 3]),
             ..Limits::default()
         };
         // The first rules know no more than this.
@@ -1659,4 +1664,135 @@ fn promise_33_queue_groups() {
     assert_eq!([turn(&mut pair), turn(&mut pair), turn(&mut pair)], [3, 2, 3]);
     let command = Command::Signal { channel: b"s.*", payload: b"p" };
     assert_eq!(pair.ask(9, command), refused(Refusal::BadPattern));
+}
+
+/// GUARANTEES 48: a pattern has as many tokens as the limits say; one that is longer can still be ended.
+#[test]
+fn promise_48_tokens() {
+    let mut pair = Pair::new(Limits { pattern_tokens_max: 3, ..Limits::default() });
+    let watch = |pattern| Subscription::Changes { pattern, from: None };
+    let listen = |pattern| Subscription::Signals { pattern, group: b"g" };
+    for subscription in [watch(b"*.*.*.*"), watch(b"a.b.c.>"), listen(b"a.b.c.d"), listen(b"...")] {
+        let command = Command::Subscribe(subscription);
+        assert_eq!(pair.ask(1, command), refused(Refusal::BadPattern));
+        assert_eq!(pair.ask(1, Command::Unsubscribe(subscription)), Outcome::Done);
+    }
+    for subscription in [watch(b"*.*.*"), listen(b"a.b.>"), listen(b"..")] {
+        assert_eq!(pair.ask(1, Command::Subscribe(subscription)), Outcome::Done);
+    }
+    let leaders = Subscription::Leaders { key: b"a.b.c.d.e" };
+    assert_eq!(pair.ask(1, Command::Subscribe(leaders)), Outcome::Done, "a key is no pattern");
+}
+
+/// GUARANTEES 48: subscriptions are counted and weighed, per session and in all.
+#[test]
+fn promise_48_subscriptions() {
+    let full = refused(Refusal::MaxSubscriptions);
+    let listen = |pattern, group| Command::Subscribe(Subscription::Signals { pattern, group });
+    let mut pair = Pair::new(Limits {
+        subscriptions_max: 2,
+        subscription_bytes_max: 10,
+        subscriptions_total_max: 4,
+        subscription_bytes_total_max: 16,
+        ..Limits::default()
+    });
+    // Names of groups count.
+    assert_eq!(pair.ask(1, listen(b"abcde", b"123456")), full);
+    assert_eq!(pair.ask(1, listen(b"abcde", b"12345")), Outcome::Done);
+    assert_eq!(pair.ask(1, listen(b"abcde", b"12345")), Outcome::Done, "nothing is new");
+    assert_eq!(pair.ask(1, listen(b"a", b"")), full);
+    assert_eq!(pair.ask(2, listen(b"abcdefg", b"")), full, "17 bytes in all");
+    assert_eq!(pair.ask(2, listen(b"a", b"")), Outcome::Done);
+    assert_eq!(pair.ask(2, listen(b"b", b"")), Outcome::Done);
+    assert_eq!(pair.ask(2, listen(b"c", b"")), full, "two for each");
+    assert_eq!(pair.ask(3, listen(b"d", b"")), Outcome::Done);
+    assert_eq!(pair.ask(3, listen(b"e", b"")), full, "four in all");
+    let unlisten = Command::Unsubscribe(Subscription::Signals { pattern: b"a", group: b"" });
+    assert_eq!(pair.ask(2, unlisten), Outcome::Done, "the end of one is never refused");
+    assert_eq!(pair.ask(3, listen(b"e", b"")), Outcome::Done);
+    // Also without a connection they are there, and with their session they go.
+    pair.send(1, Command::Detach { until: Timestamp(10) });
+    assert_eq!(pair.ask(4, listen(b"f", b"")), full);
+    pair.at(10).send(9, Command::Tick);
+    assert_eq!(pair.ask(4, listen(b"f", b"")), Outcome::Done);
+}
+
+/// GUARANTEES 48: whoever has no connection is told nothing, has no turn in its queue groups, and is no receiver; with
+/// the next connection all is as it was.
+#[test]
+fn promise_48_detached_sessions_do_not_listen() {
+    let mut pair = Pair::new(Limits::default());
+    let signals = |group| Command::Subscribe(Subscription::Signals { pattern: b"s.*", group });
+    for session in [1, 2] {
+        pair.send(session, signals(b"g"));
+        pair.send(session, signals(b""));
+        pair.send(session, Command::Subscribe(Subscription::Leaders { key: b"e" }));
+        let (pattern, from) = (b">", None);
+        pair.send(session, Command::Subscribe(Subscription::Changes { pattern, from }));
+    }
+    let told = |pair: &mut Pair| {
+        let effects = pair.send(9, Command::Signal { channel: b"s.x", payload: b"p" });
+        let count = answers(&effects)[0].1.clone();
+        (count, pushes(&effects, 1).len(), pushes(&effects, 2).len())
+    };
+    assert_eq!(told(&mut pair), (Outcome::Number(3), 2, 1));
+    pair.send(1, Command::Detach { until: Timestamp(100) });
+    for _ in 0..3 {
+        assert_eq!(told(&mut pair), (Outcome::Number(2), 0, 2), "every turn is the other's");
+    }
+    let effects = pair.send(3, acquire(b"e", Mode::Election, 0, 5));
+    assert_eq!((pushes(&effects, 1).len(), pushes(&effects, 2).len()), (0, 2));
+    // What it asks for meanwhile waits as well.
+    pair.send(1, signals(b"h"));
+    assert_eq!(told(&mut pair), (Outcome::Number(2), 0, 2));
+    pair.send(2, Command::Detach { until: Timestamp(100) });
+    assert_eq!(told(&mut pair), (Outcome::Number(0), 0, 0));
+    pair.restore();
+    pair.send(1, Command::Attach);
+    assert_eq!(told(&mut pair), (Outcome::Number(3), 3, 0));
+    pair.send(2, Command::Attach);
+    assert_eq!(told(&mut pair), (Outcome::Number(4), 3, 1), "the first has joined before");
+    assert_eq!(told(&mut pair), (Outcome::Number(4), 2, 2));
+}
+
+/// GUARANTEES 42, 48: until all members know the rule, sessions without a connection listen; then those that are
+/// without one stop.
+#[test]
+fn promise_48_from_version_2_on() {
+    let first = Limits::default().with_v2(LimitsV2::default());
+    let mut store = Store::new(first, 42, Arc::new(Shared::new()), Timestamp(0));
+    let send = |store: &mut Store, session, command| {
+        let caller = Caller { session: SessionId(session), request: RequestId(0), keep: false };
+        let mut effects = Vec::new();
+        store.apply(caller, command, Timestamp(1), &mut effects);
+        store.check_invariants();
+        effects
+    };
+    let long = b"*.".repeat(100);
+    let listen = |pattern, group| Command::Subscribe(Subscription::Signals { pattern, group });
+    let signal = Command::Signal { channel: b"x", payload: b"p" };
+    send(&mut store, 1, listen(b">", b"g"));
+    assert_eq!(answers(&send(&mut store, 1, listen(&long, b""))), [(1, Outcome::Done)]);
+    send(&mut store, 1, Command::Detach { until: Timestamp(50) });
+    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(1))]);
+    let before = store.snapshot();
+
+    store.set_limits(Limits::default());
+    store.check_invariants();
+    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(0))]);
+    let bytes = store.snapshot();
+    let mut store = Store::restore(&bytes, Arc::new(Shared::new())).expect("it was just written");
+    assert!(store.snapshot() == bytes);
+    // What was accepted stays, and can be ended; another one is not accepted.
+    send(&mut store, 1, Command::Attach);
+    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(1))]);
+    assert_eq!(store.view_session(SessionId(1)).subscriptions, 2);
+    let refusal = refused(Refusal::BadPattern);
+    assert_eq!(answers(&send(&mut store, 2, listen(&long, b""))), [(2, refusal)]);
+    let unlisten = Command::Unsubscribe(Subscription::Signals { pattern: &long, group: b"" });
+    send(&mut store, 1, unlisten);
+    assert_eq!(store.view_session(SessionId(1)).subscriptions, 1);
+
+    let old = Store::restore(&before, Arc::new(Shared::new())).expect("it was written before");
+    assert!(old.snapshot() == before);
 }

@@ -316,6 +316,17 @@ fn patterns() {
         }
     }
     assert!(!pattern_is_valid(b""));
+    // GUARANTEES 48: what may be begun has 16 tokens; what began with more can be ended.
+    for token in ["*", "a"] {
+        let [longest, longer] = [16, 17].map(|tokens| vec![token; tokens].join("."));
+        let (allowed, pattern) = (longest.as_bytes(), longer.as_bytes());
+        check(format!("watch\n{longest}\n\n"), Request::Watch { pattern: allowed });
+        check(format!("listen\n{longest}\n\n"), Request::Listen { pattern: allowed, group: b"" });
+        check_error(format!("watch\n{longer}\n\n"), 5);
+        check_error(format!("listen\n{longer}\n\n"), 5);
+        check(format!("unwatch\n{longer}\n\n"), Request::Unwatch { pattern });
+        check(format!("unlisten\n{longer}\n\n"), Request::Unlisten { pattern, group: b"" });
+    }
     check("listen\na\n \tgroup one \n", Request::Listen { pattern: b"a", group: b"group one" });
     check("listen\na\n\n", Request::Listen { pattern: b"a", group: b"" });
 }

@@ -109,8 +109,8 @@ impl Elections for Api {
         let subscription = Subscription::Leaders { key: &key };
         let answer = caller.call(Command::Subscribe(subscription)).await;
         done(answer.map_err(Refused::from)?.outcome())?;
-        let values = app.service.feed.follow(&value_key(&key), None).await;
-        let values = values.map_err(|_| Refused::unavailable())?;
+        let values = app.service.feed.follow(&value_key(&key), 1, None).await;
+        let values = values.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
             let _seat = seat;
@@ -159,8 +159,7 @@ async fn observe(
             changes = values.next() => match changes {
                 Ok(_) => Told::Unspecified,
                 Err(gone) => {
-                    let follow = app.service.feed.follow(&value_key(&key), Some(gone.0)).await;
-                    values = follow.map_err(|_| Refused::unavailable())?;
+                    values.skip_to(gone.0);
                     Told::Unspecified
                 }
             },

@@ -156,7 +156,10 @@ impl Refused {
                 (full, Reason::MaxSubscriptions, "as many subscriptions as may be")
             }
             Refusal::ValueTooLarge => return Self::bad_request("the value is too large"),
-            Refusal::BadPattern => return Self::bad_request("malformed pattern or channel"),
+            Refusal::BadPattern => {
+                let text = "malformed pattern or channel, or a pattern of more than 16 tokens";
+                return Self::bad_request(text);
+            }
             Refusal::LimitMismatch => {
                 (state, Reason::LimitMismatch, "the semaphore has another limit")
             }

@@ -33,7 +33,7 @@ pub(crate) fn pattern(pattern: &[u8]) -> Checked<&[u8]> {
     if pattern.len() <= KEY_BYTES_MAX && key_is_valid(pattern) && pattern_is_valid(pattern) {
         Ok(pattern)
     } else {
-        Err(Refused::bad_request("malformed pattern"))
+        Err(Refused::bad_request("malformed pattern, or one of more than 16 tokens"))
     }
 }
 

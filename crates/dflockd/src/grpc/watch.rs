@@ -51,8 +51,8 @@ impl Watch for Api {
             [only] => only,
             _ => EVERYTHING,
         };
-        let follow = app.service.feed.follow(pattern, after).await;
-        let follower = follow.map_err(|_| Refused::unavailable())?;
+        let follow = app.service.feed.follow(pattern, filter.patterns.len(), after).await;
+        let follower = follow.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
             let _seat = seat;

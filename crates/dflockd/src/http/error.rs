@@ -187,7 +187,9 @@ impl ApiError {
             Refusal::LeaseExpired => (StatusCode::CONFLICT, "lease_expired"),
             Refusal::NotHeld => (StatusCode::NOT_FOUND, "not_held"),
             Refusal::Overflow => (StatusCode::CONFLICT, "overflow"),
-            Refusal::BadPattern => return Self::bad_request("malformed pattern"),
+            Refusal::BadPattern => {
+                return Self::bad_request("malformed pattern, or one of more than 16 tokens");
+            }
             Refusal::NoFence => (unavailable, "fence_persistence"),
             Refusal::Forgotten => {
                 let unknown = Self::new(unavailable, "unknown");

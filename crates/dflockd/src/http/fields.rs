@@ -95,7 +95,11 @@ pub(crate) fn pattern(text: &str) -> Result<&[u8], ApiError> {
     let wellformed = bytes.len() <= KEY_BYTES_MAX
         && dflockd_wire::key_is_valid(bytes)
         && dflockd_wire::pattern_is_valid(bytes);
-    if wellformed { Ok(bytes) } else { Err(ApiError::bad_request("malformed pattern")) }
+    if wellformed {
+        Ok(bytes)
+    } else {
+        Err(ApiError::bad_request("malformed pattern, or one of more than 16 tokens"))
+    }
 }
 
 /// How many entries a page has.

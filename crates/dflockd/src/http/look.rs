@@ -546,7 +546,8 @@ async fn contention(
 #[derive(Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 struct RecentEvents {
-    /// A key, or a pattern: tokens between dots, `*` for one token, `>` for all that follow. All if nothing is said.
+    /// A key, or a pattern: at most 16 tokens between dots, `*` for one token, `>` for all that follow. All if
+    /// nothing is said.
     #[param(min_length = 1, max_length = 256, pattern = r"^\S+$")]
     pattern: Option<String>,
     /// 100 if nothing is said.

@@ -40,8 +40,6 @@ use crate::translate;
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
 /// What may wait for a client that reads slowly.
 const UNSENT_BYTES_MAX: usize = 1 << 20;
-/// How long a history that can not be read now is waited for.
-const RETRY: Duration = Duration::from_millis(100);
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::new().routes(routes!(listen)).routes(routes!(watch)).routes(routes!(observe))
@@ -74,7 +72,8 @@ impl FromRequestParts<Shared> for Cut {
 #[derive(Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 struct Listen {
-    /// A channel, or a pattern: tokens between dots, `*` for one token, `>` for all that follow.
+    /// A channel, or a pattern: at most 16 tokens between dots, `*` for one token, `>` for all that
+    /// follow.
     #[param(required = true, value_type = String, min_length = 1, max_length = 256, pattern = r"^\S+$")]
     pattern: Option<String>,
     /// Each signal goes to one member of the group. Blanks around its name do not count.
@@ -86,7 +85,8 @@ struct Listen {
 #[derive(Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 struct Watch {
-    /// A key, or a pattern: tokens between dots, `*` for one token, `>` for all that follow.
+    /// A key, or a pattern: at most 16 tokens between dots, `*` for one token, `>` for all that
+    /// follow.
     #[param(required = true, value_type = String, min_length = 1, max_length = 256, pattern = r"^\S+$")]
     pattern: Option<String>,
     /// Also the changes after this revision. `Last-Event-ID` goes before it.
@@ -182,10 +182,9 @@ async fn watch(
     let seat = app.sessions.seat(peer.0)?;
     let lost = strange_place(&app, after);
     after = lost.or(after);
-    let follow = app.service.feed.follow(pattern, after);
-    let follower = follow.await.map_err(|_| ApiError::unavailable())?;
-    let pattern = pattern.into();
-    let changes = Changes { app: Arc::clone(&app), pattern, follower, lost, _seat: seat };
+    let follow = app.service.feed.follow(pattern, 1, after);
+    let follower = follow.await.map_err(ApiError::refused)?;
+    let changes = Changes { follower, lost, _seat: seat };
     Ok(stream(&app, peer, cut, changes))
 }
 
@@ -257,8 +256,6 @@ impl Source for Pushes {
 
 /// Changes of keys.
 struct Changes {
-    app: Shared,
-    pattern: Box<[u8]>,
     follower: Follower,
     /// Changes up to this one can not be told, and the client does not know it yet.
     lost: Option<Revision>,
@@ -279,12 +276,7 @@ impl Source for Changes {
                 }
             }
             Err(Compacted(gone)) => {
-                let follow = self.app.service.feed.follow(&self.pattern, Some(gone)).await;
-                let Ok(follower) = follow else {
-                    tokio::time::sleep(RETRY).await;
-                    return true;
-                };
-                self.follower = follower;
+                self.follower.skip_to(gone);
                 event(text, "compacted", &CompactedBody { revision: Decimal(gone.0) });
             }
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dflockd_wire::grpc::{
     AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, Reason, SetRequest,
-    SubscribeRequest, Subscription,
+    SubscribeRequest, Subscription, WatchRequest,
 };
 use prost::Message;
 use tonic::Code;
@@ -78,6 +78,45 @@ async fn kept_sessions_are_counted() {
     link.open(0).await;
     let full = link.sessions().open(OpenRequest::default()).await;
     refused(full, Code::ResourceExhausted, Reason::MaxSessions);
+}
+
+/// GUARANTEES 48: subscriptions are counted per stream and in all, patterns of watches in all, and a pattern has at
+/// most 16 tokens.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn subscriptions_have_limits() {
+    let site = Site::start(&["--max-subscriptions", "2", "--max-subscriptions-total", "3"]);
+    let link = site.link().await;
+    let subscribe = async |patterns: &[&str]| {
+        let add = patterns.iter().map(|pattern| Subscription {
+            pattern: (*pattern).to_owned().into(),
+            group: Default::default(),
+        });
+        let request = SubscribeRequest { add: add.collect(), remove: Vec::new() };
+        link.signals().subscribe(tokio_stream::iter([request])).await
+    };
+    let watch = async |patterns: usize| {
+        let patterns = vec!["k".into(); patterns];
+        link.watch().watch(WatchRequest { patterns, ..WatchRequest::default() }).await
+    };
+    let full = (Code::ResourceExhausted, Reason::MaxSubscriptions);
+    refused(subscribe(&["a", "b", "c"]).await, full.0, full.1);
+    let two = subscribe(&["a", "b"]).await.unwrap();
+    let one = subscribe(&["c"]).await.unwrap();
+    refused(subscribe(&["d"]).await, full.0, full.1);
+    drop((two, one));
+    eventually("room", async || subscribe(&["d"]).await.ok().map(|_| ())).await;
+
+    refused(watch(4).await, full.0, full.1);
+    let stream = watch(3).await.unwrap();
+    refused(watch(1).await, full.0, full.1);
+    drop(stream);
+    eventually("room", async || watch(1).await.ok().map(|_| ())).await;
+
+    let long = ["*"; 17].join(".");
+    refused(subscribe(&[&long]).await, Code::InvalidArgument, Reason::BadRequest);
+    let patterns = vec![long.into()];
+    let long = link.watch().watch(WatchRequest { patterns, ..WatchRequest::default() }).await;
+    refused(long, Code::InvalidArgument, Reason::BadRequest);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -186,3 +186,19 @@ fn subscriptions_are_limited() {
     let _second = site.events("/v1/signals?pattern=b");
     assert_eq!(site.ask(Ask::get("/health")).status, 200);
 }
+
+/// GUARANTEES 48: all streams together have a limit, those of signals and those of changes, and patterns have one.
+#[test]
+fn streams_and_patterns_are_limited() {
+    let site = Site::start(&["--max-subscriptions-total", "2"]);
+    let signals = ["a", "b"].map(|name| site.events(&format!("/v1/signals?pattern={name}")));
+    site.get("/v1/signals?pattern=c").refused(503, "max_subscriptions");
+    site.get("/v1/elections/e/events").refused(503, "max_subscriptions");
+    let watches = ["a", "b"].map(|name| site.events(&format!("/v1/watch?pattern={name}")));
+    site.get("/v1/watch?pattern=c").refused(503, "max_subscriptions");
+    drop((signals, watches));
+    for route in ["signals", "watch", "events"] {
+        let detail = site.get(&format!("/v1/{route}?pattern={}", ["*"; 17].join("."))).bad();
+        assert!(detail.contains("16 tokens"), "{detail}");
+    }
+}

@@ -53,7 +53,8 @@ pub(super) fn command<S: AsRef<OsStr>>(args: &[S]) -> Command {
     command
 }
 
-fn clean(command: &mut Command) {
+/// Removes the variables that this process happens to have.
+pub(super) fn clean(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("DFLOCKD_") || name == "NOTIFY_SOCKET" {
             command.env_remove(name);
