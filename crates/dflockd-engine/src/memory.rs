@@ -4,6 +4,7 @@
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
 //! watch of one key lives in that key's shard as well, a watch with wildcards in all of them.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -647,12 +648,34 @@ impl Memory {
 
     /// Applies a command to a shard and brings its effects on their way. None if the session is no longer the
     /// caller's; Some(None) if the answer comes later or never.
+    ///
+    /// What could not be delivered is given back, which may grant it to the next waiter, who may be gone as well. That
+    /// is a loop: thousands of waiters of a session that has ended would exhaust the stack.
     fn apply(
         &self,
         shard: usize,
         by: Option<&Attachment>,
         caller: Caller,
         command: Command<'_>,
+        pokes: &mut Pokes,
+    ) -> Option<Option<Outcome>> {
+        let mut undeliverable = VecDeque::new();
+        let outcome = self.apply_one(shard, by, caller, command, &mut undeliverable, pokes)?;
+        while let Some(given) = undeliverable.pop_front() {
+            let undo = Command::Undo(&given);
+            self.apply_one(shard, None, NOBODY, undo, &mut undeliverable, pokes);
+        }
+        Some(outcome)
+    }
+
+    /// Applies a command to a shard. What it gave to those who can not be told is added to `undeliverable`.
+    fn apply_one(
+        &self,
+        shard: usize,
+        by: Option<&Attachment>,
+        caller: Caller,
+        command: Command<'_>,
+        undeliverable: &mut VecDeque<Outcome>,
         pokes: &mut Pokes,
     ) -> Option<Option<Outcome>> {
         let mut aftermath = Aftermath::default();
@@ -683,9 +706,7 @@ impl Memory {
             }
         }
         self.fences.look_after();
-        for outcome in aftermath.undo {
-            self.apply(shard, None, NOBODY, Command::Undo(&outcome), pokes);
-        }
+        undeliverable.extend(aftermath.undo);
         for id in aftermath.ended {
             if let Some(session) = self.router.get(id)
                 && session.untouch(shard)
