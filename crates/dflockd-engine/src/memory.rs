@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::clock::{Clock, unix_nanos};
-use crate::engine::{Engine, SessionInfo};
+use crate::engine::{Engine, NAMES_MAX, SessionInfo};
 use crate::fences::Fences;
 use crate::replica::types::AutoRelease;
 use crate::router::{Attachment, Door, Pokes, Pushed, Router, Session, SessionSecret, Sink};
@@ -341,7 +341,7 @@ impl Memory {
         let mut all = Survey::default();
         for (index, shard) in self.shards.iter().enumerate() {
             let state = shard.state.lock();
-            let part = state.store.survey(self.clock.now(), each_max, usize::MAX);
+            let part = state.store.survey(self.clock.now(), each_max, NAMES_MAX);
             drop(state);
             all.locks_total += part.locks_total;
             all.values_total += part.values_total;
@@ -350,6 +350,11 @@ impl Memory {
             all.kv.extend(part.kv);
             all.lists.extend(part.lists);
             all.barriers.extend(part.barriers);
+            all.locks.truncate(NAMES_MAX);
+            all.counters.truncate(NAMES_MAX);
+            all.kv.truncate(NAMES_MAX);
+            all.lists.truncate(NAMES_MAX);
+            all.barriers.truncate(NAMES_MAX);
             if index == COMMON {
                 all.signal_channels = part.signal_channels;
                 all.watch_channels = part.watch_channels;
@@ -370,10 +375,12 @@ impl Memory {
         for shard in &self.shards[..KEY_SHARDS] {
             let state = shard.state.lock();
             listed.extend(state.store.ls(prefix, after, limit, self.clock.now()));
-        }
-        listed.sort_unstable();
-        if let Some(last) = listed.get(limit.saturating_sub(1)).map(|last| last.key.clone()) {
-            listed.retain(|listed| listed.key <= last);
+            drop(state);
+            // After each shard, or there would be a page of each at once.
+            listed.sort_unstable();
+            if let Some(last) = listed.get(limit.saturating_sub(1)).map(|last| last.key.clone()) {
+                listed.retain(|listed| listed.key <= last);
+            }
         }
         listed
     }
@@ -744,7 +751,12 @@ impl Memory {
                             true
                         }
                         Pushed::Behind => true,
-                        Pushed::Full | Pushed::Gone => false,
+                        Pushed::Full => {
+                            sink.overflow();
+                            pokes.add(sink);
+                            false
+                        }
+                        Pushed::Gone => false,
                     },
                     None => false,
                 };

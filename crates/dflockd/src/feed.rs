@@ -13,16 +13,21 @@ use dflockd_engine::Engine;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use crate::pool::{Background, Pool};
+
 /// How often news are looked for.
 const LOOK: Duration = Duration::from_millis(5);
 /// Changes that are kept for all followers; who is further behind asks the engine.
 const LATEST_MAX: usize = 16_384;
 /// Changes handed out at a time.
-const BATCH_MAX: usize = 512;
+const BATCH_MAX: usize = 128;
+/// Parts of the history that are read from the engine at a time.
+const READS_MAX: usize = 4;
 
 /// What has changed.
 pub(crate) struct Feed {
     engine: Arc<Engine>,
+    reads: Arc<Pool>,
     pump: Mutex<Weak<Pump>>,
 }
 
@@ -43,6 +48,7 @@ struct Latest {
 /// A place in the history of changes.
 pub(crate) struct Follower {
     engine: Arc<Engine>,
+    reads: Arc<Pool>,
     pump: Arc<Pump>,
     news: watch::Receiver<Revision>,
     pattern: Arc<[u8]>,
@@ -58,8 +64,8 @@ pub(crate) struct Compacted(pub(crate) Revision);
 pub(crate) struct Unavailable;
 
 impl Feed {
-    pub(crate) fn new(engine: Arc<Engine>) -> Self {
-        Self { engine, pump: Mutex::default() }
+    pub(crate) fn new(engine: Arc<Engine>, background: &Background) -> Self {
+        Self { engine, reads: Pool::new(READS_MAX, background), pump: Mutex::default() }
     }
 
     /// Follows the changes of keys that match, after a revision or from now on.
@@ -69,7 +75,7 @@ impl Feed {
         after: Option<Revision>,
     ) -> Result<Follower, Unavailable> {
         let engine = Arc::clone(&self.engine);
-        let now = blocking(move || engine.revision()).await.ok_or(Unavailable)?;
+        let now = read(&self.reads, move || engine.revision()).await.ok_or(Unavailable)?;
         let pump = {
             let mut known = self.pump.lock();
             match known.upgrade() {
@@ -79,7 +85,8 @@ impl Feed {
                     let news = watch::Sender::new(now);
                     let pump = Arc::new(Pump { latest: Mutex::new(latest), news });
                     *known = Arc::downgrade(&pump);
-                    tokio::spawn(look(Arc::clone(&self.engine), Arc::downgrade(&pump)));
+                    let (engine, reads) = (Arc::clone(&self.engine), Arc::clone(&self.reads));
+                    tokio::spawn(look(engine, reads, Arc::downgrade(&pump)));
                     pump
                 }
             }
@@ -88,6 +95,7 @@ impl Feed {
         let after = after.unwrap_or(now);
         Ok(Follower {
             engine: Arc::clone(&self.engine),
+            reads: Arc::clone(&self.reads),
             pump,
             news,
             pattern: pattern.into(),
@@ -107,7 +115,8 @@ impl Feed {
         max: usize,
     ) -> Result<Vec<Change>, Unavailable> {
         let (engine, pattern) = (Arc::clone(&self.engine), pattern.to_vec());
-        blocking(move || engine.recent_changes(&pattern, max)).await.ok_or(Unavailable)
+        let recent = read(&self.reads, move || engine.recent_changes(&pattern, max));
+        recent.await.ok_or(Unavailable)
     }
 }
 
@@ -151,8 +160,8 @@ impl Follower {
         }
         let (engine, pattern) = (Arc::clone(&self.engine), Arc::clone(&self.pattern));
         let after = self.after;
-        let read = blocking(move || engine.changes(&pattern, after, BATCH_MAX)).await;
-        match read {
+        let read = read(&self.reads, move || engine.changes(&pattern, after, BATCH_MAX));
+        match read.await {
             Some(Ok((changes, upto))) => {
                 self.after = upto;
                 Ok(changes)
@@ -167,7 +176,7 @@ impl Follower {
 }
 
 /// Looks for news until nobody follows any more.
-async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
+async fn look(engine: Arc<Engine>, reads: Arc<Pool>, pump: Weak<Pump>) {
     let mut seen = 0;
     loop {
         tokio::time::sleep(LOOK).await;
@@ -179,8 +188,8 @@ async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
         seen = progress;
         let upto = pump.latest.lock().upto;
         let asked = Arc::clone(&engine);
-        let read = move || asked.changes(b">", upto, LATEST_MAX);
-        let Some(news) = blocking(read).await else {
+        let news = read(&reads, move || asked.changes(b">", upto, LATEST_MAX));
+        let Some(news) = news.await else {
             seen = 0;
             continue;
         };
@@ -208,8 +217,10 @@ async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
     }
 }
 
-async fn blocking<T: Send + 'static>(
+/// Reads the history on a thread that may be busy.
+async fn read<T: Send + 'static>(
+    reads: &Arc<Pool>,
     work: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
-    tokio::task::spawn_blocking(work).await.ok().flatten()
+    reads.wait(work).await.flatten()
 }

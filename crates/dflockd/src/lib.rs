@@ -19,6 +19,7 @@ mod http;
 mod local;
 mod offline;
 mod operate;
+mod pool;
 mod process;
 mod report;
 mod server;

@@ -66,6 +66,7 @@ struct DoorCounts {
     connections: AtomicU64,
     refused: AtomicU64,
     auth_failures: AtomicU64,
+    slow_readers: AtomicU64,
 }
 
 /// Answers with the same method, route and status.
@@ -154,6 +155,11 @@ impl Metrics {
         self.doors[door as usize].auth_failures.fetch_add(1, Relaxed);
     }
 
+    /// Somebody was cut off who did not take in what waited for it.
+    pub(crate) fn slow_reader(&self, door: Door) {
+        self.doors[door as usize].slow_readers.fetch_add(1, Relaxed);
+    }
+
     /// How many HTTP sessions there are.
     pub(crate) fn http_sessions(&self) -> u64 {
         self.http_sessions.load(Relaxed)
@@ -210,6 +216,7 @@ impl Metrics {
         let counts = |door: Door| &self.doors[door as usize];
         page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
         page.by(&n::AUTH_FAILURES, each(&|door| counts(door).auth_failures.load(Relaxed)));
+        page.by(&n::SLOW_READERS, each(&|door| counts(door).slow_readers.load(Relaxed)));
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }

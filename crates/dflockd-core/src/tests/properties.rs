@@ -1024,6 +1024,7 @@ fn token(outcome: &Outcome) -> Token {
         | Outcome::Written(_)
         | Outcome::Popped { .. }
         | Outcome::Items(_)
+        | Outcome::Part(_)
         | Outcome::Compacted(_)
         | Outcome::Entry { .. }
         | Outcome::Refused(_) => None,

@@ -83,6 +83,8 @@ metrics! {
         "Connections that were closed at once because of a cap"
     AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door"]
         "Wrong or missing tokens, those of operators included"
+    SLOW_READERS Counter Always "dflockd_slow_readers_closed_total" ["door"]
+        "Connections and streams that were closed because their client did not take in what waited for it"
     OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []
