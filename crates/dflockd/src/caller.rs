@@ -18,6 +18,8 @@ use dflockd_engine::{
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
+use crate::budget::PushBytes;
+use crate::connection::push_bytes;
 use crate::service::Service;
 
 /// Pushes that may wait for a slow reader; one more and it is cut off.
@@ -44,7 +46,18 @@ impl Caller {
 
     /// A new session.
     pub(crate) fn open_at(service: &Arc<Service>, door: Door, label: Arc<str>) -> Self {
-        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), door));
+        let push_bytes = Arc::new(PushBytes::new(service.pending_bytes_max));
+        Self::open_with(service, door, label, push_bytes)
+    }
+
+    /// A new session whose pushes are counted together with those of others.
+    pub(crate) fn open_with(
+        service: &Arc<Service>,
+        door: Door,
+        label: Arc<str>,
+        push_bytes: Arc<PushBytes>,
+    ) -> Self {
+        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), door, push_bytes));
         let sink: Arc<dyn Sink> = Arc::<Desk>::clone(&desk);
         let me = service.engine.open(sink, label);
         Self {
@@ -192,6 +205,7 @@ impl Caller {
             {
                 let mut state = self.desk.state.lock();
                 if let Some(push) = state.pushes.pop_front() {
+                    self.desk.push_bytes.remove(push_bytes(&push));
                     return Some(push);
                 }
                 if state.closed {
@@ -209,7 +223,9 @@ impl Caller {
 
     /// What the session was told and nobody has taken.
     pub(crate) fn take_pushes(&self) -> Vec<Push> {
-        self.desk.state.lock().pushes.drain(..).collect()
+        let pushes: Vec<_> = self.desk.state.lock().pushes.drain(..).collect();
+        self.desk.push_bytes.remove(pushes.iter().map(push_bytes).sum());
+        pushes
     }
 
     /// Whether the session can be used at all: one that was opened before this member of a cluster had taken its place
@@ -509,8 +525,17 @@ struct Desk {
     engine: Arc<Engine>,
     door: Door,
     state: Mutex<State>,
+    /// What the pushes that wait have in bytes, here and perhaps elsewhere.
+    push_bytes: Arc<PushBytes>,
     pushed: Notify,
     gone: Notify,
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let pushes = &self.state.get_mut().pushes;
+        self.push_bytes.remove(pushes.iter().map(push_bytes).sum());
+    }
 }
 
 #[derive(Default)]
@@ -561,8 +586,9 @@ impl State {
 }
 
 impl Desk {
-    fn new(engine: Arc<Engine>, door: Door) -> Self {
-        Self { engine, door, state: Mutex::default(), pushed: Notify::new(), gone: Notify::new() }
+    fn new(engine: Arc<Engine>, door: Door, push_bytes: Arc<PushBytes>) -> Self {
+        let (pushed, gone) = (Notify::new(), Notify::new());
+        Self { engine, door, state: Mutex::default(), push_bytes, pushed, gone }
     }
 
     /// Where what an answer gave is taken back, if that can be told without knowing what was asked.
@@ -602,7 +628,14 @@ impl Sink for Desk {
                 return Pushed::Full;
             }
             // Nobody has to listen to these, so nobody is cut off for it.
-            state.pushes.pop_front();
+            if let Some(oldest) = state.pushes.pop_front() {
+                self.push_bytes.remove(push_bytes(&oldest));
+            }
+        }
+        while !self.push_bytes.add(push_bytes(&push)) {
+            let oldest = if is_loss { state.pushes.pop_front() } else { None };
+            let Some(oldest) = oldest else { return Pushed::Full };
+            self.push_bytes.remove(push_bytes(&oldest));
         }
         state.pushes.push_back(push);
         if state.pushes.len() == 1 { Pushed::First } else { Pushed::Behind }

@@ -11,6 +11,7 @@ pub mod metrics;
 pub mod tls;
 
 mod audit;
+mod budget;
 mod caller;
 mod cluster;
 mod feed;

@@ -12,15 +12,18 @@ use bytes::Bytes;
 use dflockd_engine::Door;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use parking_lot::Mutex;
+use prost::Message;
 use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::service::Routes;
 use tonic::{Code, Response, Status};
 use tower::{Layer, Service};
 
+use super::arriving::Arriving;
 use super::error::Refused;
 use super::sessions::Told;
-use super::{App, Peer};
+use super::{App, ConnectedPeer, Peer};
+use crate::budget::{Budget, PIECE_BYTES, Reserved};
 use crate::caller::Answer;
 use crate::config::FollowerMode;
 use crate::metrics::{GrpcMethod, Streams};
@@ -51,6 +54,18 @@ pub(super) struct Gated {
 #[derive(Clone)]
 struct Gift(Arc<Mutex<Option<Answer>>>);
 
+/// The room that an answer has taken, on its way to the gate.
+#[derive(Clone)]
+struct Held(Arc<Mutex<Reserved>>);
+
+/// A message, whose room is free again when it was taken in.
+pub(super) fn hold<T: Message>(mut room: Reserved, message: T) -> Response<T> {
+    room.shrink_to(message.encoded_len());
+    let mut response = Response::new(message);
+    response.extensions_mut().insert(Held(Arc::new(Mutex::new(room))));
+    response
+}
+
 /// Tells what a command came to.
 pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
     let mut response = Response::new(message);
@@ -79,12 +94,22 @@ impl Service<Request<Body>> for Gated {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, request: Request<Body>) -> Passing {
+    fn call(&mut self, mut request: Request<Body>) -> Passing {
         let begun = Instant::now();
         let method = GrpcMethod::of(request.uri().path());
+        let connected = request.extensions_mut().remove::<ConnectedPeer>();
+        let budget = connected.map(|ConnectedPeer { peer, budget }| {
+            request.extensions_mut().insert(peer);
+            request.extensions_mut().insert(Arc::clone(&budget));
+            budget
+        });
         let step = match self.app.admit(&request) {
             Ok(()) => {
                 let deadline = patience(request.headers()).map(|left| begun + left);
+                let request = match &budget {
+                    Some(budget) => self.arriving(request, method, begun, budget),
+                    None => request,
+                };
                 let request = match method.streams {
                     Streams::No | Streams::Yes | Streams::Health => request,
                     Streams::Reflection => self.until_drained(request),
@@ -102,11 +127,25 @@ impl Service<Request<Body>> for Gated {
             Streams::Yes | Streams::Reflection => Some(drained(&self.app)),
         };
         let call = Call { app: Arc::clone(&self.app), method, begun, code: Code::Cancelled };
-        Passing { step, call: Some(call), drained }
+        Passing { step, call: Some(call), drained, budget }
     }
 }
 
 impl Gated {
+    /// Lets the services see whole messages only.
+    fn arriving(
+        &self,
+        request: Request<Body>,
+        method: &GrpcMethod,
+        begun: Instant,
+        budget: &Arc<Budget>,
+    ) -> Request<Body> {
+        let since = (!method.client_streams).then_some(begun);
+        let limit = Duration::from_nanos(self.app.service.read_timeout.0);
+        let budget = Arc::clone(budget);
+        request.map(|body| Body::new(Arriving::new(body, since, limit, budget)))
+    }
+
     /// Lets the library that describes the services see the end of its client's stream when the server shuts down: as
     /// long as it reads, the connection stays.
     fn until_drained(&self, request: Request<Body>) -> Request<Body> {
@@ -210,6 +249,8 @@ pub(super) struct Passing {
     call: Option<Call>,
     /// Likewise, if the call streams.
     drained: Option<Drained>,
+    /// Likewise.
+    budget: Option<Arc<Budget>>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
@@ -259,7 +300,10 @@ impl Passing {
         if let Some(call) = &mut call {
             call.look(response.headers());
         }
-        response.map(|body| GivingBody { body, answer, call, drained })
+        let held = response.extensions_mut().remove::<Held>();
+        let room = held.map(|held| std::mem::take(&mut *held.0.lock()));
+        let (budget, rest) = (self.budget.take(), Bytes::new());
+        response.map(|body| GivingBody { body, rest, answer, call, drained, budget, _room: room })
     }
 }
 
@@ -271,12 +315,33 @@ fn is_over(drained: &mut Option<Drained>, cx: &mut Context<'_>) -> bool {
 /// The body of an answer. What it gives is given back unless the message is taken.
 pub(super) struct GivingBody {
     body: Body,
+    /// Of a message whose beginning was handed on.
+    rest: Bytes,
     answer: Option<Answer>,
     call: Option<Call>,
     drained: Option<Drained>,
+    budget: Option<Arc<Budget>>,
+    /// What the answer has taken of it.
+    _room: Option<Reserved>,
 }
 
 impl GivingBody {
+    /// Ready when the connection takes more in. What is handed on before is kept by the protocol, without a limit for
+    /// the connection.
+    fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.budget.as_ref().map_or(Poll::Ready(()), |budget| budget.unsent.poll_room(cx))
+    }
+
+    /// The first piece of what there is to hand on.
+    fn piece(&mut self, mut bytes: Bytes) -> Frame<Bytes> {
+        let piece = bytes.split_to(bytes.len().min(PIECE_BYTES));
+        self.rest = bytes;
+        if let Some(budget) = &self.budget {
+            budget.unsent.add(piece.len());
+        }
+        Frame::data(piece)
+    }
+
     /// The last of a stream that ends because the server does.
     fn end(&mut self) -> Frame<Bytes> {
         self.body = Body::empty();
@@ -319,9 +384,20 @@ impl HttpBody for GivingBody {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = &mut *self;
+        if this.poll_room(cx).is_pending() {
+            return Poll::Pending;
+        }
+        if !this.rest.is_empty() {
+            let rest = std::mem::take(&mut this.rest);
+            return Poll::Ready(Some(Ok(this.piece(rest))));
+        }
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 let frame = if this.look(&frame) { this.end() } else { frame };
+                let frame = match frame.into_data() {
+                    Ok(bytes) => this.piece(bytes),
+                    Err(trailers) => trailers,
+                };
                 Poll::Ready(Some(Ok(frame)))
             }
             // What was to be told before has been.
@@ -331,11 +407,11 @@ impl HttpBody for GivingBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        if self.rest.is_empty() { self.body.size_hint() } else { SizeHint::default() }
     }
 }
 

@@ -22,7 +22,8 @@ use tonic::transport::Server;
 use tonic::transport::server::Connected;
 
 use super::gate::Gate;
-use super::{App, Peer, routes};
+use super::{App, ConnectedPeer, Peer, routes};
+use crate::budget::Budget;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
 const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -30,6 +31,9 @@ const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Calls in flight on one connection.
 const STREAMS_MAX: u32 = 1024;
+/// What a client may send before it is looked at, per call and in all.
+const STREAM_WINDOW: u32 = 64 * 1024;
+const CONNECTION_WINDOW: u32 = 512 * 1024;
 /// Of the metadata of a call.
 const HEAD_BYTES_MAX: u32 = 32 * 1024;
 /// Calls that a client gave up before they began.
@@ -85,6 +89,8 @@ impl Listener {
         let serving = Server::builder()
             .layer(Gate(Arc::clone(app)))
             .max_concurrent_streams(STREAMS_MAX)
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
             .http2_keepalive_interval(Some(PING))
             .http2_keepalive_timeout(Some(PONG))
             .http2_max_pending_accept_reset_streams(Some(RESETS_MAX))
@@ -177,8 +183,14 @@ impl Listener {
             };
             match tokio::time::timeout(HANDSHAKE, greeted).await {
                 Ok(Ok(socket)) => {
-                    let connection =
-                        Connection { socket, greeting: PREFACE, frames: Frames::default(), seat };
+                    let bytes_max = seat.listener.app.service.pending_bytes_max;
+                    let connection = Connection {
+                        socket,
+                        greeting: PREFACE,
+                        frames: Frames::default(),
+                        budget: Budget::new(bytes_max),
+                        seat,
+                    };
                     let _ = accepted.send(Ok(connection)).await;
                 }
                 Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no gRPC"),
@@ -227,6 +239,7 @@ struct Connection {
     /// What was read before and is to be read again.
     greeting: &'static [u8],
     frames: Frames,
+    budget: Arc<Budget>,
     seat: Seat,
 }
 
@@ -236,10 +249,10 @@ enum Socket {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Peer;
+    type ConnectInfo = ConnectedPeer;
 
-    fn connect_info(&self) -> Peer {
-        Peer(self.seat.address)
+    fn connect_info(&self) -> ConnectedPeer {
+        ConnectedPeer { peer: Peer(self.seat.address), budget: Arc::clone(&self.budget) }
     }
 }
 
@@ -265,13 +278,24 @@ impl AsyncRead for Connection {
     }
 }
 
+impl Connection {
+    /// Notes what was written: there is room for so much more.
+    fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(Ok(count)) = &written {
+            self.budget.unsent.written(*count);
+        }
+        written
+    }
+}
+
 impl AsyncWrite for Connection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write(cx, bytes)
+        let written = Pin::new(&mut self.socket).poll_write(cx, bytes);
+        self.note(written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -287,7 +311,8 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write_vectored(cx, slices)
+        let written = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
+        self.note(written)
     }
 
     fn is_write_vectored(&self) -> bool {

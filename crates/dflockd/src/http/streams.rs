@@ -17,6 +17,7 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
 use dflockd_core::{Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription};
+use dflockd_engine::Door;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, mpsc};
@@ -29,14 +30,16 @@ use super::body::{self, KEY_BYTES_MAX, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
 use super::sessions::{Hidden, Seat};
-use super::{App, Peer, Shared, fields};
+use super::{App, Peer, Room, Shared, fields};
 use crate::feed::{Compacted, Follower};
+use crate::service::Service;
 use crate::translate;
 
 /// How long a client may take to read what is written to it.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
-/// What may wait for a client that reads slowly.
-const UNSENT_BYTES_MAX: usize = 1 << 20;
+/// Text that may wait for a client that reads slowly. What is not written yet waits where it comes from: pushes are
+/// counted for all streams of a connection together, changes have their place in the history.
+const UNSENT_BYTES_MAX: usize = 64 * 1024;
 /// How long a history that can not be read now is waited for.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -106,6 +109,7 @@ struct Watch {
 async fn listen(
     State(app): State<Shared>,
     peer: Peer,
+    room: Room,
     cut: Cut,
     Query(query): Query<Listen>,
 ) -> Result<Response, ApiError> {
@@ -117,7 +121,7 @@ async fn listen(
     if group.len() > KEY_BYTES_MAX || group.iter().any(is_line_end) {
         return Err(ApiError::bad_request("a group has at most 256 bytes and neither CR nor LF"));
     }
-    let session = app.hidden(peer, &format!("signals {}", peer.0))?;
+    let session = app.hidden(peer, &room, &format!("signals {}", peer.0))?;
     subscribe(&session, Subscription::Signals { pattern, group }).await?;
     Ok(stream(&app, cut, Pushes(session)))
 }
@@ -137,10 +141,11 @@ async fn listen(
 async fn observe(
     State(app): State<Shared>,
     peer: Peer,
+    room: Room,
     cut: Cut,
     key: Key,
 ) -> Result<Response, ApiError> {
-    let session = app.hidden(peer, &format!("observer {}", peer.0))?;
+    let session = app.hidden(peer, &room, &format!("observer {}", peer.0))?;
     subscribe(&session, Subscription::Leaders { key: &key }).await?;
     Ok(stream(&app, cut, Pushes(session)))
 }
@@ -356,7 +361,8 @@ fn event(text: &mut Vec<u8>, name: &str, data: &impl Serialize) {
 fn stream(app: &App, cut: Cut, source: impl Source) -> Response {
     // What is not taken stays with the task, which counts it.
     let (sender, events) = mpsc::channel(1);
-    let feeding = feed(source, sender, app.sse_ping, cut, Arc::clone(&app.drain));
+    let service = Arc::clone(&app.service);
+    let feeding = feed(source, sender, app.sse_ping, cut, Arc::clone(&app.drain), service);
     tokio::spawn(feeding);
     let mut response = Response::new(Body::new(Events(events)));
     let headers = response.headers_mut();
@@ -373,6 +379,7 @@ async fn feed(
     ping: Duration,
     cut: Cut,
     drain: Arc<super::Drain>,
+    service: Arc<Service>,
 ) {
     let pings = !ping.is_zero();
     let ping = ping.max(Duration::from_secs(1));
@@ -407,6 +414,7 @@ async fn feed(
         }
     }
     tracing::warn!("closed: an event stream is read too slowly");
+    service.metrics.slow_reader(Door::Http);
     cut.make();
 }
 
