@@ -127,7 +127,8 @@ fn refused(code: ErrorCode) -> Status {
         | ErrorCode::LeaseExpired
         | ErrorCode::BarrierCountMismatch
         | ErrorCode::MaxKeys
-        | ErrorCode::ListFull => Status::No,
+        | ErrorCode::ListFull
+        | ErrorCode::TooLarge => Status::No,
     }
 }
 
@@ -144,6 +145,7 @@ fn advice(code: ErrorCode) -> &'static str {
         ErrorCode::MaxWaiters => "the queue is as long as --max-waiters allows; try again later",
         ErrorCode::MaxKeys => "the server holds as many keys as --max-keys allows",
         ErrorCode::ListFull => "the list is as long as --max-list-length allows",
+        ErrorCode::TooLarge => "the answer has more than 1 MiB; ask for less of it at a time",
         ErrorCode::LimitMismatch => "the semaphore is in use with another --limit",
         ErrorCode::TypeMismatch => "the key is in use as another kind of lock",
         ErrorCode::NotEnqueued => "the session has no place in the queue; call `enqueue` first",

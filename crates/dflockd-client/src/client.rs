@@ -15,6 +15,10 @@ use crate::locks::{Election, Lock, RwLock, Semaphore};
 use crate::stream::{Address, Dialer, Greeting, Lines, Transport};
 use crate::values::{Barrier, Counter, Kv, List};
 
+/// Keys that a server lists at a time.
+const LS_MAX: usize = 10_000;
+/// A list of keys that is shorter than this was not cut because of its length; that happens at 1 MiB.
+const LS_CUT_BYTES: usize = 512 * 1024;
 /// Idle plain connections kept per server.
 const POOL_MAX: usize = 8;
 /// A silent connection is asked after so long whether it stands.
@@ -529,7 +533,8 @@ impl Client {
         json("inspect", &line).map(Some)
     }
 
-    /// Up to `limit` keys of each server that begin with `prefix` and come after `after`, in order.
+    /// Up to `limit` keys of each server that begin with `prefix` and come after `after`, in order. What a server does
+    /// not tell in one answer it is asked for in several, between which others may change the keys.
     ///
     /// # Errors
     ///
@@ -542,10 +547,20 @@ impl Client {
     ) -> Result<Vec<serde_json::Value>, Error> {
         let mut all = Vec::new();
         for server in &self.inner.servers {
-            let request = Request::Ls { prefix, limit, after };
-            let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
-            if let serde_json::Value::Array(keys) = json("ls", &line)? {
+            let (mut left, mut after) = (limit, after.map(<[u8]>::to_vec));
+            while left > 0 {
+                let wanted = left.min(LS_MAX);
+                let request = Request::Ls { prefix, limit: wanted, after: after.as_deref() };
+                let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
+                let serde_json::Value::Array(keys) = json("ls", &line)? else { break };
+                after = keys.last().and_then(|key| Some(key["key"].as_str()?.as_bytes().to_vec()));
+                // A page has fewer keys than asked for if it would be too long, or if there are no more.
+                let is_last = keys.len() < wanted && line.len() < LS_CUT_BYTES || after.is_none();
+                left = left.saturating_sub(keys.len());
                 all.extend(keys);
+                if is_last {
+                    break;
+                }
             }
         }
         all.sort_by(|a, b| a["key"].as_str().cmp(&b["key"].as_str()));

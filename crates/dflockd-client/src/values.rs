@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
-use dflockd_wire::{End, Op, Request, Response, SECONDS_MAX};
+use dflockd_wire::{End, ErrorCode, Op, Request, Response, SECONDS_MAX};
 
 use crate::client::{Client, check_key, check_value};
 use crate::error::Error;
 use crate::guard::refusal;
+
+/// Items of a list that are asked for at a time, if all of them are too much for one answer.
+const PART_ITEMS: i64 = 8192;
 
 /// Sends a request about a key and reads the answer.
 struct Asked {
@@ -259,10 +262,44 @@ impl List {
     /// Items from `start` to `stop`, both included, negative ones counted from the right. Bytes that are no UTF-8
     /// come as U+FFFD.
     ///
+    /// Servers answer with at most 1 MiB at a time. What has more comes in several answers, between which others may
+    /// change the list.
+    ///
     /// # Errors
     ///
     /// If the server can not be asked.
     pub async fn range(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
+        match self.range_at_once(start, stop).await {
+            Err(Error::Refused(ErrorCode::TooLarge)) => self.range_in_parts(start, stop).await,
+            answer => answer,
+        }
+    }
+
+    async fn range_in_parts(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
+        let length = i64::try_from(self.len().await?).unwrap_or(i64::MAX);
+        let from_left = |index: i64| if index < 0 { index.saturating_add(length) } else { index };
+        let (mut next, stop) = (from_left(start).max(0), from_left(stop).min(length - 1));
+        let mut items = Vec::new();
+        let mut count = PART_ITEMS;
+        while next <= stop {
+            let last = next.saturating_add(count - 1).min(stop);
+            match self.range_at_once(next, last).await {
+                Ok(part) => {
+                    let has_ended = part.is_empty();
+                    next = next.saturating_add(i64::try_from(part.len()).unwrap_or(i64::MAX));
+                    items.extend(part);
+                    if has_ended {
+                        break;
+                    }
+                }
+                Err(Error::Refused(ErrorCode::TooLarge)) if count > 1 => count /= 2,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(items)
+    }
+
+    async fn range_at_once(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
         let request = Request::Range { key: &self.key, start, stop };
         let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
         match asked.response(&self.client, &self.key) {

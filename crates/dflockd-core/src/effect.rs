@@ -105,6 +105,9 @@ pub enum Outcome {
         /// Of its last change.
         revision: Revision,
     },
+    /// The first of the items of a list that were asked for, because all of them are too much for one answer
+    /// ([`RANGE_BYTES_MAX`](crate::RANGE_BYTES_MAX)). At least one.
+    Part(Vec<Bytes>),
 }
 
 /// Why a command was refused.

@@ -44,6 +44,7 @@ pub use command::{Caller, Command, Expect, Query, Subscription};
 pub use effect::{
     Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
 };
+pub use list::RANGE_BYTES_MAX;
 pub use pattern::{
     is_literal, is_valid as pattern_is_valid, matches as pattern_matches, tokens as pattern_tokens,
 };

@@ -16,6 +16,12 @@ use crate::session::Blocked;
 use crate::store::Store;
 use crate::types::{Bytes, End, RequestId, Revision, SessionId, Span, Timestamp};
 
+/// The items of a list that one answer has, in bytes: each counts a little more than its length. One item is always
+/// told, however long it is.
+pub const RANGE_BYTES_MAX: usize = 1 << 20;
+/// What an item counts besides its length: about what it costs to name it and to write it down.
+const ITEM_BYTES: usize = 16;
+
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct List {
     pub(crate) items: VecDeque<Bytes>,
@@ -207,15 +213,24 @@ impl Store {
         i64::try_from(length).expect("memory is smaller")
     }
 
-    pub(crate) fn list_range(&self, key: &[u8], start: i64, stop: i64) -> Vec<Bytes> {
-        let Some(list) = self.lists.get(key) else { return Vec::new() };
+    /// The items between two indexes, or as many of the first of them as fit into one answer.
+    pub(crate) fn list_range(&self, key: &[u8], start: i64, stop: i64) -> Outcome {
+        let Some(list) = self.lists.get(key) else { return Outcome::Items(Vec::new()) };
         let length = self.list_length(key);
         let absolute = |index: i64| if index < 0 { index.saturating_add(length) } else { index };
         let first = usize::try_from(absolute(start).max(0)).expect("not negative");
         let end = absolute(stop).saturating_add(1).clamp(0, length);
         let end = usize::try_from(end).expect("not negative");
-        let count = end.saturating_sub(first);
-        list.items.iter().skip(first).take(count).cloned().collect()
+        let mut bytes = 0;
+        let mut items = Vec::new();
+        for item in list.items.range(first.min(end)..end) {
+            bytes += item.len() + ITEM_BYTES;
+            if bytes > RANGE_BYTES_MAX && !items.is_empty() {
+                return Outcome::Part(items);
+            }
+            items.push(item.clone());
+        }
+        Outcome::Items(items)
     }
 
     fn empty_list(&self) -> List {

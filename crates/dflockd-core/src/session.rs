@@ -212,7 +212,7 @@ fn size(outcome: &Outcome) -> u64 {
     let content = match outcome {
         Outcome::Value(value) | Outcome::Entry { value, .. } => value.len(),
         Outcome::Popped { key, value, .. } => key.len() + value.len(),
-        Outcome::Items(items) => items.iter().map(|item| item.len()).sum(),
+        Outcome::Items(items) | Outcome::Part(items) => items.iter().map(|item| item.len()).sum(),
         Outcome::Done
         | Outcome::Granted(_)
         | Outcome::Acquired(_)
@@ -480,6 +480,7 @@ impl Store {
             | Outcome::Value(_)
             | Outcome::Written(_)
             | Outcome::Items(_)
+            | Outcome::Part(_)
             | Outcome::Compacted(_)
             | Outcome::Entry { .. }
             | Outcome::Refused(_) => {}

@@ -184,7 +184,7 @@ impl Store {
                 None => Outcome::Empty,
             },
             Query::Length { key } => Outcome::Number(self.list_length(key)),
-            Query::Range { key, start, stop } => Outcome::Items(self.list_range(key, start, stop)),
+            Query::Range { key, start, stop } => self.list_range(key, start, stop),
         }
     }
 

@@ -14,7 +14,7 @@ use crate::replicated::Replicated;
 use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
-const NAMES_MAX: usize = 5000;
+pub(crate) const NAMES_MAX: usize = 5000;
 
 /// What keeps the state.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]

@@ -4,6 +4,7 @@
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
 //! watch of one key lives in that key's shard as well; a watch with wildcards is beside the shards, once for all.
 
+use std::collections::VecDeque;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
@@ -20,7 +21,7 @@ use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::sync::Notify;
 
 use crate::clock::{Clock, unix_nanos};
-use crate::engine::{Engine, SessionInfo};
+use crate::engine::{Engine, NAMES_MAX, SessionInfo};
 use crate::fences::Fences;
 use crate::replica::types::AutoRelease;
 use crate::router::{Attachment, Door, Pokes, Pushed, Router, Session, SessionSecret, Sink};
@@ -367,7 +368,7 @@ impl Memory {
         let mut all = Survey::default();
         for (index, shard) in self.shards.iter().enumerate() {
             let state = shard.state.lock();
-            let part = state.store.survey(self.clock.now(), each_max, usize::MAX);
+            let part = state.store.survey(self.clock.now(), each_max, NAMES_MAX);
             drop(state);
             all.locks_total += part.locks_total;
             all.values_total += part.values_total;
@@ -376,6 +377,11 @@ impl Memory {
             all.kv.extend(part.kv);
             all.lists.extend(part.lists);
             all.barriers.extend(part.barriers);
+            all.locks.truncate(NAMES_MAX);
+            all.counters.truncate(NAMES_MAX);
+            all.kv.truncate(NAMES_MAX);
+            all.lists.truncate(NAMES_MAX);
+            all.barriers.truncate(NAMES_MAX);
             if index == COMMON {
                 all.signal_channels = part.signal_channels;
                 all.watch_channels = part.watch_channels;
@@ -398,10 +404,12 @@ impl Memory {
         for shard in &self.shards[..KEY_SHARDS] {
             let state = shard.state.lock();
             listed.extend(state.store.ls(prefix, after, limit, self.clock.now()));
-        }
-        listed.sort_unstable();
-        if let Some(last) = listed.get(limit.saturating_sub(1)).map(|last| last.key.clone()) {
-            listed.retain(|listed| listed.key <= last);
+            drop(state);
+            // After each shard, or there would be a page of each at once.
+            listed.sort_unstable();
+            if let Some(last) = listed.get(limit.saturating_sub(1)).map(|last| last.key.clone()) {
+                listed.retain(|listed| listed.key <= last);
+            }
         }
         listed
     }
@@ -691,12 +699,34 @@ impl Memory {
 
     /// Applies a command to a shard and brings its effects on their way. None if the session is no longer the
     /// caller's; Some(None) if the answer comes later or never.
+    ///
+    /// What could not be delivered is given back, which may grant it to the next waiter, who may be gone as well. That
+    /// is a loop: thousands of waiters of a session that has ended would exhaust the stack.
     fn apply(
         &self,
         shard: usize,
         by: Option<&Attachment>,
         caller: Caller,
         command: Command<'_>,
+        pokes: &mut Pokes,
+    ) -> Option<Option<Outcome>> {
+        let mut undeliverable = VecDeque::new();
+        let outcome = self.apply_one(shard, by, caller, command, &mut undeliverable, pokes)?;
+        while let Some(given) = undeliverable.pop_front() {
+            let undo = Command::Undo(&given);
+            self.apply_one(shard, None, NOBODY, undo, &mut undeliverable, pokes);
+        }
+        Some(outcome)
+    }
+
+    /// Applies a command to a shard. What it gave to those who can not be told is added to `undeliverable`.
+    fn apply_one(
+        &self,
+        shard: usize,
+        by: Option<&Attachment>,
+        caller: Caller,
+        command: Command<'_>,
+        undeliverable: &mut VecDeque<Outcome>,
         pokes: &mut Pokes,
     ) -> Option<Option<Outcome>> {
         let mut aftermath = Aftermath::default();
@@ -739,9 +769,7 @@ impl Memory {
         for session in aftermath.laden {
             self.trim_results(&session);
         }
-        for outcome in aftermath.undo {
-            self.apply(shard, None, NOBODY, Command::Undo(&outcome), pokes);
-        }
+        undeliverable.extend(aftermath.undo);
         for id in aftermath.ended {
             if let Some(session) = self.router.get(id)
                 && session.untouch(shard)
@@ -872,7 +900,12 @@ impl Memory {
                             true
                         }
                         Pushed::Behind => true,
-                        Pushed::Full | Pushed::Gone => false,
+                        Pushed::Full => {
+                            sink.overflow();
+                            pokes.add(sink);
+                            false
+                        }
+                        Pushed::Gone => false,
                     },
                     None => false,
                 };

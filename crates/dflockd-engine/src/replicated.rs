@@ -1103,7 +1103,12 @@ impl Replicated {
                     true
                 }
                 Pushed::Behind => true,
-                Pushed::Full | Pushed::Gone => false,
+                Pushed::Full => {
+                    sink.overflow();
+                    pokes.add(sink);
+                    false
+                }
+                Pushed::Gone => false,
             },
             None => false,
         };

@@ -17,7 +17,7 @@ pub trait Sink: Send + Sync {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed;
     /// Something the session is told.
     fn push(&self, push: Push) -> Pushed;
-    /// The receiver is too slow for what it subscribed to and must be cut off.
+    /// The receiver is too slow for what it is told and must be cut off.
     fn overflow(&self);
     /// The session is no longer this sink's: finish what is written and close.
     fn close(&self);

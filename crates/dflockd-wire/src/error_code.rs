@@ -61,6 +61,8 @@ error_codes! {
         "This member is not the leader; its address follows if it is known."
     Unknown "error_unknown"
         "The outcome could not be determined in time: the request may have taken effect."
+    TooLarge "error_too_large"
+        "The answer would have more than 1 MiB: ask for it in parts, as with `<start>` and `<stop>` of `lrange`."
 }
 
 impl ErrorCode {
@@ -100,7 +102,8 @@ impl ErrorCode {
             | Self::ListFull
             | Self::BarrierCountMismatch
             | Self::Draining
-            | Self::NotLeader => false,
+            | Self::NotLeader
+            | Self::TooLarge => false,
             Self::Unknown => true,
         }
     }
@@ -126,7 +129,8 @@ impl ErrorCode {
             | Self::AlreadyEnqueued
             | Self::LeaseExpired
             | Self::BarrierCountMismatch
-            | Self::Unknown => false,
+            | Self::Unknown
+            | Self::TooLarge => false,
         }
     }
 }
@@ -143,7 +147,7 @@ mod tests {
             assert_eq!(spec.code.text(), spec.text);
             assert!(spec.text.starts_with("error") && spec.meaning.ends_with('.'), "{}", spec.text);
         }
-        assert_eq!(ERROR_CODES.len(), 15);
+        assert_eq!(ERROR_CODES.len(), 16);
         assert_eq!(ErrorCode::parse("error_"), None);
         assert_eq!(ErrorCode::parse(""), None);
     }

@@ -260,7 +260,7 @@ ops! {
         "ok <length>"
         "Counts the items of a list"
     Lrange b"lrange" "<key>" "<start> <stop>" Short
-        "ok <json>"
+        "ok <json>|error_too_large"
         "Reads a range of a list; both ends included, negative numbers count from the right"
     Blpop b"blpop" "<key>" "<timeout>" Short
         "ok <value>|nil|error_max_keys|error_max_waiters"

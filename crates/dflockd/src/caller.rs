@@ -3,6 +3,7 @@
 //! A request whose future is dropped before it is answered is withdrawn, and what it was granted meanwhile is given
 //! back. So is what the answer gave if whoever was to tell it drops it: see [`Answer`].
 
+use std::cell::RefCell;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,6 +19,8 @@ use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
 use crate::auth::{Pass, TokenKind};
+use crate::budget::PushBytes;
+use crate::connection::push_bytes;
 use crate::service::Service;
 
 /// Pushes that may wait for a slow reader; one more and it is cut off.
@@ -44,7 +47,18 @@ impl Caller {
 
     /// A new session.
     pub(crate) fn open_at(service: &Arc<Service>, door: Door, label: Arc<str>) -> Self {
-        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), door));
+        let push_bytes = Arc::new(PushBytes::new(service.pending_bytes_max));
+        Self::open_with(service, door, label, push_bytes)
+    }
+
+    /// A new session whose pushes are counted together with those of others.
+    pub(crate) fn open_with(
+        service: &Arc<Service>,
+        door: Door,
+        label: Arc<str>,
+        push_bytes: Arc<PushBytes>,
+    ) -> Self {
+        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), door, push_bytes));
         let sink: Arc<dyn Sink> = Arc::<Desk>::clone(&desk);
         let me = service.engine.open(sink, label);
         Self {
@@ -197,6 +211,7 @@ impl Caller {
             {
                 let mut state = self.desk.state.lock();
                 if let Some(push) = state.pushes.pop_front() {
+                    self.desk.push_bytes.remove(push_bytes(&push));
                     return Some(push);
                 }
                 if state.closed {
@@ -214,7 +229,9 @@ impl Caller {
 
     /// What the session was told and nobody has taken.
     pub(crate) fn take_pushes(&self) -> Vec<Push> {
-        self.desk.state.lock().pushes.drain(..).collect()
+        let pushes: Vec<_> = self.desk.state.lock().pushes.drain(..).collect();
+        self.desk.push_bytes.remove(pushes.iter().map(push_bytes).sum());
+        pushes
     }
 
     /// Whether the session can be used at all: one that was opened before this member of a cluster had taken its place
@@ -495,13 +512,56 @@ fn key_of<'a>(command: &Command<'a>) -> &'a [u8] {
     b""
 }
 
+thread_local! {
+    /// What is still to be poked while this thread pokes, and only then.
+    static POKING: RefCell<Option<VecDeque<Pokes>>> = const { RefCell::new(None) };
+}
+
+/// Pokes those who got what a session gave back. If this is called by one of them, they are poked after it: each may
+/// have to give back in turn, and thousands of them within each other would exhaust the stack.
+fn run_in_turn(mut pokes: Pokes) {
+    /// Whatever happens, the next one begins anew.
+    struct Done;
+    impl Drop for Done {
+        fn drop(&mut self) {
+            POKING.set(None);
+        }
+    }
+    let outermost = POKING.with_borrow_mut(|poking| match poking {
+        Some(later) => {
+            later.push_back(std::mem::take(&mut pokes));
+            None
+        }
+        None => {
+            *poking = Some(VecDeque::new());
+            Some(Done)
+        }
+    });
+    let Some(_done) = outermost else { return };
+    loop {
+        pokes.run();
+        let next = POKING.with_borrow_mut(|poking| poking.as_mut().and_then(VecDeque::pop_front));
+        let Some(next) = next else { return };
+        pokes = next;
+    }
+}
+
 /// Where the engine leaves what a session must hear.
 struct Desk {
     engine: Arc<Engine>,
     door: Door,
     state: Mutex<State>,
+    /// What the pushes that wait have in bytes, here and perhaps elsewhere.
+    push_bytes: Arc<PushBytes>,
     pushed: Notify,
     gone: Notify,
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        let pushes = &self.state.get_mut().pushes;
+        self.push_bytes.remove(pushes.iter().map(push_bytes).sum());
+    }
 }
 
 #[derive(Default)]
@@ -552,8 +612,9 @@ impl State {
 }
 
 impl Desk {
-    fn new(engine: Arc<Engine>, door: Door) -> Self {
-        Self { engine, door, state: Mutex::default(), pushed: Notify::new(), gone: Notify::new() }
+    fn new(engine: Arc<Engine>, door: Door, push_bytes: Arc<PushBytes>) -> Self {
+        let (pushed, gone) = (Notify::new(), Notify::new());
+        Self { engine, door, state: Mutex::default(), push_bytes, pushed, gone }
     }
 
     /// Where what an answer gave is taken back, if that can be told without knowing what was asked.
@@ -593,7 +654,14 @@ impl Sink for Desk {
                 return Pushed::Full;
             }
             // Nobody has to listen to these, so nobody is cut off for it.
-            state.pushes.pop_front();
+            if let Some(oldest) = state.pushes.pop_front() {
+                self.push_bytes.remove(push_bytes(&oldest));
+            }
+        }
+        while !self.push_bytes.add(push_bytes(&push)) {
+            let oldest = if is_loss { state.pushes.pop_front() } else { None };
+            let Some(oldest) = oldest else { return Pushed::Full };
+            self.push_bytes.remove(push_bytes(&oldest));
         }
         state.pushes.push_back(push);
         if state.pushes.len() == 1 { Pushed::First } else { Pushed::Behind }
@@ -655,10 +723,82 @@ impl Sink for Desk {
         for (place, outcome) in undone {
             self.engine.undo(place, &outcome, &mut pokes);
         }
-        pokes.run();
+        run_in_turn(pokes);
         self.pushed.notify_waiters();
         if closed {
             self.gone.notify_waiters();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::{Mode, Span};
+    use dflockd_engine::Clock;
+
+    use super::*;
+    use crate::config::{Config, Parsed};
+
+    /// Far more than fit on a stack if each were handled within the one before.
+    const CALLS: usize = 20_000;
+
+    fn service() -> Arc<Service> {
+        let parsed = Config::from_args(std::iter::empty(), &|_| None).unwrap();
+        let Parsed::Run(config) = parsed else { unreachable!("no flags") };
+        Arc::new(Service::new(&config, Clock::system(), |job| job()).unwrap())
+    }
+
+    /// Of a key whose shard is looked into when a grant comes back and nobody knows for which key it was.
+    fn acquire(wait: Span) -> Command<'static> {
+        Command::Acquire { key: b"k131", mode: Mode::Mutex, wait, lease: None, salt: 7 }
+    }
+
+    /// A session that holds the lock, and one with many calls that wait for it.
+    async fn scene(service: &Arc<Service>) -> (Caller, Arc<Caller>) {
+        let holder = Caller::open(service, "holder".into());
+        holder.call(acquire(Span::ZERO)).await.unwrap().told();
+        let victim = Arc::new(Caller::open(service, "victim".into()));
+        for _ in 0..CALLS {
+            let victim = Arc::clone(&victim);
+            tokio::spawn(async move { victim.call(acquire(Span::from_secs(3600))).await.is_ok() });
+        }
+        while service.engine.tally().unwrap().of(dflockd_core::Primitive::Mutex).waiting
+            < CALLS as u64
+        {
+            tokio::task::yield_now().await;
+        }
+        (holder, victim)
+    }
+
+    async fn lock_is_free(service: &Arc<Service>) {
+        let other = Caller::open(service, "other".into());
+        let answer = other.call(acquire(Span::from_secs(60))).await.unwrap();
+        assert!(answer.gives(), "{:?}", answer.outcome());
+    }
+
+    /// GUARANTEES 48: thousands of open calls whose session was taken over are given back in a loop, not within each
+    /// other.
+    #[tokio::test]
+    async fn open_calls_of_a_session_that_is_taken_over() {
+        let service = service();
+        assert_eq!(service.engine.place(b"k131"), service.engine.place(b""));
+        let (holder, victim) = scene(&service).await;
+        let secret = victim.keep().await.unwrap();
+        let now = Caller::attach(&service, "now".into(), secret.unwrap()).await.unwrap();
+        // Before any of the calls has noticed: each is granted the lock in turn, and nobody takes it.
+        holder.close();
+        lock_is_free(&service).await;
+        drop(now);
+    }
+
+    /// GUARANTEES 48: so are those of a session that was cut off.
+    #[tokio::test]
+    async fn open_calls_of_a_session_that_is_cut_off() {
+        let service = service();
+        let (holder, victim) = scene(&service).await;
+        victim.desk.overflow();
+        holder.close();
+        lock_is_free(&service).await;
+        drop(victim);
     }
 }

@@ -193,6 +193,10 @@ settings! {
         "max-waits-per-session", "DFLOCKD_MAX_WAITS_PER_SESSION", "65536";
     /// Most sessions that outlive their connection.
     max_sessions: u64 = UNLIMITED, "max-sessions", "DFLOCKD_MAX_SESSIONS", "262144";
+    /// Most bytes of answers and pushes that wait for one client; while they wait its requests are not
+    /// read, and what would go past this closes the connection.
+    max_pending_bytes: u64 = Count { min: 131_072, max: 1_073_741_824, zero: "" },
+        "max-pending-bytes", "DFLOCKD_MAX_PENDING_BYTES", "4194304";
     /// Threads that serve connections of the line protocol, and as many again for HTTP and gRPC. By itself half of the
     /// cores for lines, because most of that work is the kernel's, and as many as there are cores for the others.
     worker_threads: u64 = Count { min: 0, max: 1024, zero: "by the cores" },
@@ -2343,6 +2347,7 @@ mod tests {
                 "auth-token-file" | "admin-token-file" | "raft-auth-token-file" => token.path(),
                 "election-timeout-ms" => "2000",
                 "heartbeat-interval-ms" => "99",
+                "max-pending-bytes" => "999999",
                 // The only boolean that needs company.
                 "require-auth" => "false",
                 _ if setting.boolean => "1",
@@ -3293,7 +3298,7 @@ mod tests {
     fn the_table_has_every_setting_once() {
         let table = markdown_table();
         let settings = settings();
-        assert_eq!(settings.len(), 84);
+        assert_eq!(settings.len(), 85);
         assert_eq!(table.lines().count(), settings.len() + 4);
         for (index, setting) in settings.iter().enumerate() {
             assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

@@ -7,35 +7,40 @@
 //!
 //! What other connections cause (grants, pushes) arrives in the [`Inbox`], which any thread may fill.
 
+mod inbox;
+
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
-use dflockd_core::{Command, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp};
+use dflockd_core::{Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp};
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, Pushed, SessionSecret, Submitted};
+use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, SessionSecret, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
-use parking_lot::Mutex;
 
+use self::inbox::PUSHES_URGENT;
+pub(crate) use self::inbox::push_bytes;
+pub use self::inbox::{Inbox, Message, Text};
 use crate::audit::{By, Deed, Via};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
 use crate::foreign::{FirstLine, Verdict};
 use crate::logging;
 use crate::operate::{self, Backup};
+use crate::pool::Pool;
 use crate::report;
-use crate::service::Service;
+use crate::service::{ANSWER_BYTES_MAX, Service};
 use crate::translate::{self, Asked, Wishes};
 
-/// Push lines that may wait for a slow reader; one more and it is cut off.
-const PUSHES_MAX: usize = 64;
-/// From here on a push is urgent: its reader should be served before more is sent to it.
-const PUSHES_URGENT: usize = PUSHES_MAX / 2;
 /// Unread input behind a blocking command at which the connection is closed as abusive.
 const UNREAD_MAX: usize = 4096;
-/// Output at which no further request is executed until it is written.
+/// Output at which no further request is executed and no further message printed until it is written.
 const OUTPUT_HIGH: usize = 64 * 1024;
+/// Items of a list that are written down at once.
+const ITEMS_BYTES_AT_ONCE: usize = 16 * 1024;
+/// Requests for texts that may wait for the one that is being made; nothing behind them is executed.
+const TEXTS_MAX: usize = 64;
 /// Open requests of a numbered connection.
 const OPEN_MAX: usize = 65_536;
 /// How long an answer from behind a log is waited for when the client sends nothing more and the request may wait.
@@ -52,120 +57,6 @@ const AUTH_LINES_BYTES_MAX: usize = 1024;
 const FAILED_ATTACHES_MAX: u8 = 10;
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
 const WRITE_PROGRESS: usize = 64 * 1024;
-
-/// What arrives from elsewhere.
-#[derive(Debug)]
-pub enum Message {
-    /// The answer to an earlier request.
-    Reply(RequestId, Outcome),
-    /// The answer to an earlier request that took a while to write.
-    Text(RequestId, Text),
-    /// Something the client is told.
-    Push(Push),
-}
-
-/// A text that took a while to write.
-#[derive(Debug)]
-pub enum Text {
-    /// `ok` and this.
-    Value(Arc<[u8]>),
-    /// Nothing is known.
-    Nil,
-    /// Nobody could say.
-    Unavailable,
-}
-
-/// Where other threads leave what a connection must hear.
-#[derive(Debug, Default)]
-pub struct Inbox {
-    messages: Mutex<VecDeque<Message>>,
-    /// Push lines that are not written yet, those already printed included.
-    pushes: AtomicUsize,
-    /// The client wants to hear of lost holds.
-    wants_lost: AtomicBool,
-    /// Too slow: nothing more is told.
-    overflowed: AtomicBool,
-    closing: AtomicBool,
-    /// Another connection has the session now, as far as anybody knows.
-    taken_over: AtomicBool,
-    /// One of the two has just been set.
-    ending: AtomicBool,
-    closed: AtomicBool,
-}
-
-impl Inbox {
-    /// Leaves a message.
-    pub fn put(&self, message: Message) -> Pushed {
-        let is_push = matches!(message, Message::Push(_));
-        if matches!(message, Message::Push(Push::Lost { .. }))
-            && !self.wants_lost.load(Ordering::Relaxed)
-        {
-            return Pushed::Behind;
-        }
-        let mut messages = self.messages.lock();
-        if self.closed.load(Ordering::Relaxed) {
-            return Pushed::Gone;
-        }
-        let mut pushes = 0;
-        if is_push {
-            pushes = self.pushes.load(Ordering::Relaxed);
-            if self.overflowed.load(Ordering::Relaxed) {
-                return Pushed::Gone;
-            }
-            if pushes >= PUSHES_MAX {
-                return Pushed::Full;
-            }
-            self.pushes.store(pushes + 1, Ordering::Relaxed);
-        }
-        messages.push_back(message);
-        if pushes >= PUSHES_URGENT {
-            Pushed::Urgent
-        } else if messages.len() == 1 {
-            Pushed::First
-        } else {
-            Pushed::Behind
-        }
-    }
-
-    /// The client is too slow.
-    pub fn overflow(&self) {
-        self.overflowed.store(true, Ordering::Relaxed);
-        self.ending.store(true, Ordering::Release);
-    }
-
-    /// The session is no longer this connection's.
-    pub fn close(&self) {
-        self.taken_over.store(true, Ordering::Relaxed);
-        self.cut();
-    }
-
-    /// The connection ends; the session may go on elsewhere.
-    pub fn cut(&self) {
-        self.closing.store(true, Ordering::Relaxed);
-        self.ending.store(true, Ordering::Release);
-    }
-
-    /// Whether there is something to handle.
-    pub fn is_empty(&self) -> bool {
-        self.messages.lock().is_empty() && !self.ending.load(Ordering::Acquire)
-    }
-
-    fn take(&self) -> VecDeque<Message> {
-        std::mem::take(&mut *self.messages.lock())
-    }
-
-    fn pushes_written(&self, count: usize) {
-        let _messages = self.messages.lock();
-        self.pushes.fetch_sub(count, Ordering::Relaxed);
-    }
-
-    /// Accepts nothing more and gives out what is left.
-    fn shut(&self) -> VecDeque<Message> {
-        let mut messages = self.messages.lock();
-        self.closed.store(true, Ordering::Relaxed);
-        std::mem::take(&mut *messages)
-    }
-}
 
 /// One conversation.
 pub struct Connection {
@@ -213,6 +104,10 @@ pub struct Connection {
         reason = "few connections are numbered, and all pay for the room"
     )]
     open: Option<Box<HashMap<RequestId, Open>>>,
+    /// What the answers to open reads may have in bytes, at most.
+    expected_bytes: usize,
+    /// Answers that another thread makes, if any was asked for.
+    texts: Option<Box<Texts>>,
     last_request: u64,
     /// The client sends nothing more.
     input_ended: bool,
@@ -257,6 +152,19 @@ struct Open {
     place: Option<Place>,
 }
 
+/// Answers that another thread makes, one at a time.
+#[derive(Default)]
+struct Texts {
+    in_progress: bool,
+    waiting: VecDeque<TextJob>,
+}
+
+struct TextJob {
+    request: RequestId,
+    pool: Arc<Pool>,
+    make: Box<dyn FnOnce(&Service) -> Text + Send>,
+}
+
 #[derive(Default)]
 struct Deadlines {
     /// For the line in progress.
@@ -276,6 +184,7 @@ impl Connection {
         let now = service.engine.clock().now();
         let phase = if service.auth.is_required() { Phase::Stranger } else { Phase::Ready };
         let wishes = Wishes { fence: service.wire_fence, lease_status: service.wire_fence };
+        inbox.set_bytes_max(service.pending_bytes_max);
         let mut connection = Self {
             decoder: Decoder::new(service.value_bytes_max),
             service,
@@ -305,6 +214,8 @@ impl Connection {
             greeting: None,
             blocked: None,
             open: None,
+            expected_bytes: 0,
+            texts: None,
             last_request: 0,
             input_ended: false,
             linger_until: now,
@@ -396,7 +307,8 @@ impl Connection {
             return self.arm();
         }
         if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
-            self.log("closed: it reads its pushes too slowly");
+            self.log("closed: it reads its answers and pushes too slowly");
+            self.service.metrics.slow_reader(Door::Line);
             // What was put aside stays there: after a line that was dropped nothing more may be told.
             self.phase = Phase::Over;
             return self.arm();
@@ -421,7 +333,8 @@ impl Connection {
         let now = self.now;
         let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= now);
         if due(self.deadlines.write) {
-            tracing::debug!(peer = %self.peer, "closed: write timeout");
+            self.log("closed: it takes in nothing of its answers");
+            self.service.metrics.slow_reader(Door::Line);
             self.phase = Phase::Over;
         }
         if let Phase::Closing(at) = self.phase
@@ -459,6 +372,9 @@ impl Connection {
             return;
         }
         self.draining = true;
+        if let Some(texts) = &mut self.texts {
+            texts.waiting.clear();
+        }
         let goes_on = self.kept && self.numbered && self.service.engine.replicated().is_some();
         for (request, open) in waiting {
             match open.place {
@@ -590,14 +506,17 @@ impl Connection {
         }
     }
 
-    /// Whether there are requests that only waited for output to be written.
+    /// Whether there is something that only waited for output to be written: requests, messages or texts.
     pub fn has_more(&self) -> bool {
+        let has_room = self.output().len() < OUTPUT_HIGH && self.phase != Phase::Over;
         self.held_back && self.can_execute()
+            || has_room && (self.inbox.is_stalled() || self.can_make_text())
     }
 
-    /// Executes what was held back.
+    /// Handles what was held back.
     pub fn handle_more(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
+        self.print_messages();
         self.resume(pokes);
         self.arm();
     }
@@ -613,7 +532,8 @@ impl Connection {
                 let making_text = self.blocked.is_some_and(|(_, open)| open.place.is_none());
                 // Behind a log every request takes a moment, so what follows it is no abuse, but must wait.
                 let enough = self.blocked.is_some() && self.pending.len() >= UNREAD_MAX;
-                !making_text && !enough && self.output().len() < OUTPUT_HIGH
+                let waits = self.must_write_first() || self.must_answer_first();
+                !making_text && !enough && !waits
             }
             // Read and dropped: closing with unread input would reset the connection and lose the last answer.
             Phase::Closing(_) => true,
@@ -631,7 +551,8 @@ impl Connection {
         };
         let blocked = self.blocked.as_ref().map(|(_, open)| open);
         let open = self.open.iter().flat_map(|open| open.values());
-        !self.held_back && !blocked.into_iter().chain(open).any(comes_soon)
+        let unprinted = self.held_back || self.inbox.is_stalled();
+        !unprinted && !blocked.into_iter().chain(open).any(comes_soon)
     }
 
     /// When [`Connection::handle_time`] should be called if nothing happens before.
@@ -717,12 +638,22 @@ impl Connection {
         matches!(self.phase, Phase::Stranger | Phase::Ready)
             && self.blocked.is_none()
             && !self.must_write_first()
+            && !self.must_answer_first()
     }
 
-    /// Whether the output must be written before anything else is executed: there is much of it, or it holds so many
-    /// pushes to this very connection that their queue would overflow.
+    /// Whether the output must be written before anything else is executed: there is much of it, or more waits behind
+    /// it, or it holds so many pushes to this very connection that their queue would overflow.
     fn must_write_first(&self) -> bool {
-        self.output().len() >= OUTPUT_HIGH || self.pushes_printed >= PUSHES_URGENT
+        self.output().len() >= OUTPUT_HIGH
+            || self.pushes_printed >= PUSHES_URGENT
+            || self.inbox.is_stalled()
+    }
+
+    /// Whether open requests must be answered before anything else is executed: their answers may have as many bytes
+    /// as may wait for a client, or there are too many texts among them.
+    fn must_answer_first(&self) -> bool {
+        self.expected_bytes >= self.service.pending_bytes_max
+            || self.texts.as_ref().is_some_and(|texts| texts.waiting.len() >= TEXTS_MAX)
     }
 
     /// Serves the readers of what this connection sends before their queues are full.
@@ -732,29 +663,47 @@ impl Connection {
         self.print_messages();
     }
 
+    /// Prints messages until there is enough to write; the others stay where they are. Whether there were any.
     fn print_messages(&mut self) -> bool {
-        let messages = self.inbox.take();
+        if self.output().len() >= OUTPUT_HIGH {
+            self.inbox.stall();
+            return false;
+        }
+        let mut messages = self.inbox.take();
         let any = !messages.is_empty();
-        for message in messages {
-            match message {
-                Message::Reply(request, outcome) => self.answer_open(request, outcome),
-                Message::Text(request, text) => {
-                    if self.take_open(request).is_some() {
-                        let text = match &text {
-                            Text::Value(text) => Response::Value(text),
-                            Text::Nil => Response::Nil,
-                            Text::Unavailable => Response::Error(ErrorCode::Error),
-                        };
-                        self.respond(self.number_of(request), &text);
-                    }
-                }
-                Message::Push(push) => {
-                    translate::push(&push).print(&mut self.output);
-                    self.pushes_printed += 1;
-                }
+        while let Some(message) = messages.pop_front() {
+            self.print_message(message);
+            if !messages.is_empty() && self.output().len() >= OUTPUT_HIGH {
+                self.inbox.put_back(messages);
+                break;
             }
         }
+        self.make_next_text();
         any
+    }
+
+    fn print_message(&mut self, message: Message) {
+        match message {
+            Message::Reply(request, outcome) => self.answer_open(request, outcome),
+            Message::Text(request, text) => {
+                if let Some(texts) = &mut self.texts {
+                    texts.in_progress = false;
+                }
+                if self.take_open(request).is_some() {
+                    let text = match &text {
+                        Text::Value(text) => Response::Value(text),
+                        Text::Nil => Response::Nil,
+                        Text::Unavailable => Response::Error(ErrorCode::Error),
+                        Text::TooLarge => Response::Error(ErrorCode::TooLarge),
+                    };
+                    self.respond(self.number_of(request), &text);
+                }
+            }
+            Message::Push(push) => {
+                translate::push(&push).print(&mut self.output);
+                self.pushes_printed += 1;
+            }
+        }
     }
 
     fn handle_frame(&mut self, frame: &Frame<'_>, pokes: &mut Pokes) {
@@ -882,6 +831,9 @@ impl Connection {
         submitted: Submitted,
     ) {
         match submitted {
+            Submitted::Done(Outcome::Items(items)) if are_many(&items) => {
+                self.make_items(id, op, items);
+            }
             Submitted::Done(outcome) => self.answer(op, number, place, outcome),
             Submitted::Later(place) => self.wait(id, op, Some(place)),
             Submitted::Gone => self.close(),
@@ -937,21 +889,26 @@ impl Connection {
             }
             Request::Stats => {
                 let asked = self.now.0;
-                self.make_text(id, op, move |service| Text::Value(service.stats(asked)));
+                let looks = Arc::clone(&self.service.looks);
+                self.make_text(id, op, looks, move |service| Text::Value(service.stats(asked)));
             }
             Request::Ls { prefix, limit, after } => {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
-                self.make_text(id, op, move |service| {
+                let looks = Arc::clone(&self.service.looks);
+                self.make_text(id, op, looks, move |service| {
                     let text = report::ls(service, &prefix, after.as_deref(), limit);
                     text.map_or(Text::Unavailable, |text| Text::Value(text.into()))
                 });
             }
             Request::Inspect { key } => {
                 let key = key.to_vec();
-                self.make_text(id, op, move |service| match report::inspect(service, &key) {
-                    Some(Some(text)) => Text::Value(text.into()),
-                    Some(None) => Text::Nil,
-                    None => Text::Unavailable,
+                let looks = Arc::clone(&self.service.looks);
+                self.make_text(id, op, looks, move |service| {
+                    match report::inspect(service, &key) {
+                        Some(Some(text)) => Text::Value(text.into()),
+                        Some(None) => Text::Nil,
+                        None => Text::Unavailable,
+                    }
                 });
             }
             Request::Cancel { number: cancelled } if self.numbered => {
@@ -981,7 +938,8 @@ impl Connection {
                 let backup = Arc::clone(self.backup.get_or_insert_default());
                 let (verb, json) = (verb.to_owned(), json.to_owned());
                 let by = self.by();
-                self.make_text(id, op, move |service| {
+                let pool = Arc::clone(&self.service.operations);
+                self.make_text(id, op, pool, move |service| {
                     let answer = operate::serve(service, &verb, &json, &by, &backup);
                     Text::Value(answer.to_string().into_bytes().into())
                 });
@@ -1094,36 +1052,86 @@ impl Connection {
         }
     }
 
-    /// Lets another thread make the answer, because it takes a while.
+    /// Lets another thread make the answer, because it takes a while: after those that were asked for before, and when
+    /// what there is to write is written.
     fn make_text(
         &mut self,
-        id: RequestId,
+        request: RequestId,
         op: Op,
+        pool: Arc<Pool>,
         make: impl FnOnce(&Service) -> Text + Send + 'static,
     ) {
-        self.wait(id, op, None);
+        self.wait(request, op, None);
+        let job = TextJob { request, pool, make: Box::new(make) };
+        self.texts.get_or_insert_default().waiting.push_back(job);
+        self.make_next_text();
+    }
+
+    /// Lets another thread write down the items of a list: a mebibyte would take this one a while.
+    fn make_items(&mut self, request: RequestId, op: Op, items: Vec<Bytes>) {
+        let looks = Arc::clone(&self.service.looks);
+        self.make_text(request, op, looks, move |_| {
+            let mut text = Vec::new();
+            let fits = translate::print_items(&items, &mut text);
+            if fits { Text::Value(text.into()) } else { Text::TooLarge }
+        });
+    }
+
+    fn can_make_text(&self) -> bool {
+        self.texts.as_ref().is_some_and(|texts| !texts.in_progress && !texts.waiting.is_empty())
+    }
+
+    fn make_next_text(&mut self) {
+        if !self.can_make_text() || self.output().len() >= OUTPUT_HIGH || self.inbox.is_stalled() {
+            return;
+        }
+        let Some(texts) = &mut self.texts else { return };
+        let Some(TextJob { request, pool, make }) = texts.waiting.pop_front() else { return };
+        texts.in_progress = true;
         let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&self.inbox));
         let me = self.me.clone();
-        (self.service.background)(Box::new(move || {
-            inbox.put(Message::Text(id, make(&service)));
-            me.poke();
+        pool.run(Box::new(move || {
+            if !inbox.is_closed() {
+                inbox.put(Message::Text(request, make(&service)));
+                me.poke();
+            }
         }));
     }
 
     fn wait(&mut self, id: RequestId, op: Op, place: Option<Place>) {
         let request = Open { op, place };
+        self.expected_bytes += self.answer_bytes_max(request);
         match &mut self.open {
             Some(open) => {
-                open.insert(id, request);
+                // A kept session may repeat a request that is open.
+                if let Some(before) = open.insert(id, request) {
+                    self.expected_bytes -= self.answer_bytes_max(before);
+                }
             }
             None => self.blocked = Some((id, request)),
         }
     }
 
     fn take_open(&mut self, id: RequestId) -> Option<Open> {
-        match &mut self.open {
+        let taken = match &mut self.open {
             Some(open) => open.remove(&id),
             None => self.blocked.take_if(|(blocked, _)| *blocked == id).map(|(_, open)| open),
+        };
+        if let Some(open) = taken {
+            self.expected_bytes -= self.answer_bytes_max(open);
+        }
+        taken
+    }
+
+    /// The bytes that the answer to an open request may have. Nothing if it may wait for long: what comes of those is
+    /// bounded where it arrives. Neither is a text counted that is made when it is its turn.
+    fn answer_bytes_max(&self, open: Open) -> usize {
+        if matches!(open.op, Op::Kget | Op::Lpop | Op::Rpop) {
+            self.service.value_bytes_max
+        } else if open.op == Op::Lrange {
+            ANSWER_BYTES_MAX
+        } else {
+            0
         }
     }
 
@@ -1145,6 +1153,11 @@ impl Connection {
                 Err(ErrorCode::Error)
             };
             return self.finish_greeting(number, *greeting, session);
+        }
+        if let Outcome::Items(items) = &outcome
+            && are_many(items)
+        {
+            return self.make_items(id, op, items.clone());
         }
         if self.draining && outcome == Outcome::Timeout {
             self.respond(number, &Response::Error(ErrorCode::Draining));
@@ -1173,6 +1186,7 @@ impl Connection {
             | Outcome::Value(_)
             | Outcome::Written(_)
             | Outcome::Items(_)
+            | Outcome::Part(_)
             | Outcome::Compacted(_)
             | Outcome::Entry { .. }
             | Outcome::Refused(_) => false,
@@ -1247,6 +1261,7 @@ impl Connection {
 
     /// Sets the time limits that fit the state, and ends the conversation when there is nothing more to it.
     fn arm(&mut self) {
+        self.inbox.set_unwritten(self.output().len());
         let conversing = matches!(self.phase, Phase::Stranger | Phase::Ready);
         let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
         let answered_all = self.blocked.is_none() && !open;
@@ -1293,6 +1308,11 @@ impl Connection {
             self.deadlines.write = Some(self.deadlines.write.map_or(last, |at| at.min(last)));
         }
     }
+}
+
+/// Whether items of a list are too many to be written down at once on a thread that serves others as well.
+fn are_many(items: &[Bytes]) -> bool {
+    items.iter().map(|item| item.len()).sum::<usize>() > ITEMS_BYTES_AT_ONCE
 }
 
 /// Whether a request may wait by its own will.

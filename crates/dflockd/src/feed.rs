@@ -14,16 +14,21 @@ use dflockd_engine::Engine;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use crate::pool::{Background, Pool};
+
 /// How often news are looked for.
 const LOOK: Duration = Duration::from_millis(5);
 /// Changes that are kept for all followers; who is further behind asks the engine.
 const LATEST_MAX: usize = 16_384;
 /// Changes handed out at a time.
-const BATCH_MAX: usize = 512;
+const BATCH_MAX: usize = 128;
+/// Parts of the history that are read from the engine at a time.
+const READS_MAX: usize = 4;
 
 /// What has changed.
 pub(crate) struct Feed {
     engine: Arc<Engine>,
+    reads: Arc<Pool>,
     pump: Mutex<Weak<Pump>>,
     /// Patterns that are followed.
     followed: Arc<AtomicU64>,
@@ -48,6 +53,7 @@ struct Latest {
 /// A place in the history of changes.
 pub(crate) struct Follower {
     engine: Arc<Engine>,
+    reads: Arc<Pool>,
     pump: Arc<Pump>,
     news: watch::Receiver<Revision>,
     pattern: Arc<[u8]>,
@@ -77,8 +83,9 @@ pub(crate) struct Unavailable;
 
 impl Feed {
     /// No more than `followed_max` patterns can be followed at a time; 0 = unlimited.
-    pub(crate) fn new(engine: Arc<Engine>, followed_max: u64) -> Self {
-        Self { engine, pump: Mutex::default(), followed: Arc::default(), followed_max }
+    pub(crate) fn new(engine: Arc<Engine>, background: &Background, followed_max: u64) -> Self {
+        let reads = Pool::new(READS_MAX, background);
+        Self { engine, reads, pump: Mutex::default(), followed: Arc::default(), followed_max }
     }
 
     /// Follows the changes of keys that match, after a revision or from now on, for somebody who compares each of them
@@ -91,7 +98,8 @@ impl Feed {
     ) -> Result<Follower, Refusal> {
         let share = self.share(patterns as u64).ok_or(Refusal::MaxSubscriptions)?;
         let engine = Arc::clone(&self.engine);
-        let now = blocking(move || engine.revision()).await.ok_or(Refusal::Unavailable)?;
+        let now = read(&self.reads, move || engine.revision());
+        let now = now.await.ok_or(Refusal::Unavailable)?;
         let pump = {
             let mut known = self.pump.lock();
             match known.upgrade() {
@@ -101,7 +109,8 @@ impl Feed {
                     let news = watch::Sender::new(now);
                     let pump = Arc::new(Pump { latest: Mutex::new(latest), news });
                     *known = Arc::downgrade(&pump);
-                    tokio::spawn(look(Arc::clone(&self.engine), Arc::downgrade(&pump)));
+                    let (engine, reads) = (Arc::clone(&self.engine), Arc::clone(&self.reads));
+                    tokio::spawn(look(engine, reads, Arc::downgrade(&pump)));
                     pump
                 }
             }
@@ -110,6 +119,7 @@ impl Feed {
         let after = after.unwrap_or(now);
         Ok(Follower {
             engine: Arc::clone(&self.engine),
+            reads: Arc::clone(&self.reads),
             pump,
             news,
             pattern: pattern.into(),
@@ -137,7 +147,8 @@ impl Feed {
         max: usize,
     ) -> Result<Vec<Change>, Unavailable> {
         let (engine, pattern) = (Arc::clone(&self.engine), pattern.to_vec());
-        blocking(move || engine.recent_changes(&pattern, max)).await.ok_or(Unavailable)
+        let recent = read(&self.reads, move || engine.recent_changes(&pattern, max));
+        recent.await.ok_or(Unavailable)
     }
 }
 
@@ -186,8 +197,8 @@ impl Follower {
         }
         let (engine, pattern) = (Arc::clone(&self.engine), Arc::clone(&self.pattern));
         let after = self.after;
-        let read = blocking(move || engine.changes(&pattern, after, BATCH_MAX)).await;
-        match read {
+        let read = read(&self.reads, move || engine.changes(&pattern, after, BATCH_MAX));
+        match read.await {
             Some(Ok((changes, upto))) => {
                 self.after = upto;
                 Ok(changes)
@@ -202,7 +213,7 @@ impl Follower {
 }
 
 /// Looks for news until nobody follows any more.
-async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
+async fn look(engine: Arc<Engine>, reads: Arc<Pool>, pump: Weak<Pump>) {
     let mut seen = 0;
     loop {
         tokio::time::sleep(LOOK).await;
@@ -214,8 +225,8 @@ async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
         seen = progress;
         let upto = pump.latest.lock().upto;
         let asked = Arc::clone(&engine);
-        let read = move || asked.changes(b">", upto, LATEST_MAX);
-        let Some(news) = blocking(read).await else {
+        let news = read(&reads, move || asked.changes(b">", upto, LATEST_MAX));
+        let Some(news) = news.await else {
             seen = 0;
             continue;
         };
@@ -243,8 +254,10 @@ async fn look(engine: Arc<Engine>, pump: Weak<Pump>) {
     }
 }
 
-async fn blocking<T: Send + 'static>(
+/// Reads the history on a thread that may be busy.
+async fn read<T: Send + 'static>(
+    reads: &Arc<Pool>,
     work: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
-    tokio::task::spawn_blocking(work).await.ok().flatten()
+    reads.wait(work).await.flatten()
 }

@@ -14,6 +14,7 @@ pub mod untrusted;
 
 mod audit;
 mod auth;
+mod budget;
 mod caller;
 mod cluster;
 mod descriptors;
@@ -26,6 +27,7 @@ mod http;
 mod local;
 mod offline;
 mod operate;
+mod pool;
 mod process;
 mod rate;
 mod report;

@@ -75,6 +75,7 @@ struct DoorCounts {
     auth_failures: [AtomicU64; 2],
     auth_throttled: [AtomicU64; 2],
     revoked: AtomicU64,
+    slow_readers: AtomicU64,
 }
 
 /// Answers with the same method, route and status.
@@ -179,6 +180,11 @@ impl Metrics {
         self.doors[door as usize].revoked.fetch_add(1, Relaxed);
     }
 
+    /// Somebody was cut off who did not take in what waited for it.
+    pub(crate) fn slow_reader(&self, door: Door) {
+        self.doors[door as usize].slow_readers.fetch_add(1, Relaxed);
+    }
+
     /// How many HTTP sessions there are.
     pub(crate) fn http_sessions(&self) -> u64 {
         self.http_sessions.load(Relaxed)
@@ -249,6 +255,7 @@ impl Metrics {
         page.by(&n::REVOKED, each(&|door| counts(door).revoked.load(Relaxed)));
         let foreign = Foreign::ALL.map(|other| (other.name(), self.foreign.count(other)));
         page.by(&n::FOREIGN_PROTOCOLS, foreign);
+        page.by(&n::SLOW_READERS, each(&|door| counts(door).slow_readers.load(Relaxed)));
         page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }

@@ -1,5 +1,5 @@
 //! `stats`, `inspect` and `ls`: the state as JSON. Labels are looked up and text is written after the
-//! shards have been left.
+//! shards have been left. No text is longer than an answer may be, and none is written before that is known.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -14,12 +14,10 @@ use serde::Serialize;
 
 use dflockd_engine::Replicated;
 
-use crate::service::{Service, seconds};
+use crate::service::{ANSWER_BYTES_MAX, Service, seconds};
 
 /// Holders and waiters shown per lock in `stats`.
 const STATS_EACH_MAX: usize = 32;
-/// What every client that reads `stats` takes as one line. A longer text names no holders and waiters.
-const STATS_BYTES_MAX: usize = 1 << 20;
 /// Holders and waiters shown per key in `inspect`.
 const INSPECT_EACH_MAX: usize = 1000;
 
@@ -281,11 +279,10 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
         pattern: text(&channel.pattern),
         watchers: channel.sessions,
     }));
-    let text = json(&stats);
-    if text.len() < STATS_BYTES_MAX {
-        return text;
+    if !fits(&stats) {
+        stats.name_nobody();
     }
-    stats.name_nobody();
+    while !fits(&stats) && stats.shorten() {}
     json(&stats)
 }
 
@@ -302,6 +299,37 @@ impl<'a> Stats<'a> {
             semaphore.held_by_more += count(std::mem::take(&mut semaphore.held_by).len());
             semaphore.queue_more += count(std::mem::take(&mut semaphore.queue).len());
         }
+    }
+
+    /// Leaves out half of the longest array; false if all are empty. The totals are told all the same.
+    fn shorten(&mut self) -> bool {
+        let lengths = [
+            self.locks.len(),
+            self.semaphores.len(),
+            self.rw_locks.len(),
+            self.idle_locks.len(),
+            self.idle_semaphores.len(),
+            self.counters.len(),
+            self.kv_entries.len(),
+            self.lists.len(),
+            self.barriers.len(),
+            self.signal_channels.len(),
+            self.watch_channels.len(),
+        ];
+        let longest = lengths.iter().copied().max().unwrap_or_default();
+        let keep = longest / 2;
+        self.locks.truncate(keep);
+        self.semaphores.truncate(keep);
+        self.rw_locks.truncate(keep);
+        self.idle_locks.truncate(keep);
+        self.idle_semaphores.truncate(keep);
+        self.counters.truncate(keep);
+        self.kv_entries.truncate(keep);
+        self.lists.truncate(keep);
+        self.barriers.truncate(keep);
+        self.signal_channels.truncate(keep);
+        self.watch_channels.truncate(keep);
+        longest > 0
     }
 
     fn add_lock(&mut self, lock: &'a LockView, labels: &mut Labels<'_>) {
@@ -418,7 +446,37 @@ pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Option<Vec<u8>>> 
         },
     });
     let Some(first) = all.next() else { return Some(None) };
-    Some(Some(json(&Inspection { first, others: all.collect() })))
+    let mut inspection = Inspection { first, others: all.collect() };
+    while !fits(&inspection) && inspection.name_fewer() {}
+    Some(Some(json(&inspection)))
+}
+
+impl Inspection<'_> {
+    /// Leaves out half of the names of holders and waiters, which are counted then; false if there are none.
+    fn name_fewer(&mut self) -> bool {
+        let mut any = false;
+        for inspected in std::iter::once(&mut self.first).chain(&mut self.others) {
+            let (Inspected::Mutex(lock) | Inspected::Semaphore(lock) | Inspected::Rwlock(lock)) =
+                inspected
+            else {
+                continue;
+            };
+            any |= lock.who.name_fewer();
+        }
+        any
+    }
+}
+
+impl Who {
+    fn name_fewer(&mut self) -> bool {
+        let count = |names: usize| u32::try_from(names).unwrap_or(u32::MAX);
+        let (holders, queue) = (self.holders.len(), self.queue.len());
+        self.holders.truncate(holders / 2);
+        self.queue.truncate(queue / 2);
+        self.holders_more += count(holders - self.holders.len());
+        self.queue_more += count(queue - self.queue.len());
+        holders + queue > 0
+    }
 }
 
 fn inspect_lock<'a>(lock: &'a LockView, labels: &mut Labels<'_>) -> Inspected<'a> {
@@ -460,9 +518,12 @@ pub(crate) fn ls(
     limit: usize,
 ) -> Option<Vec<u8>> {
     let listed = service.engine.ls(prefix, after, limit)?;
-    let keys: Vec<_> = listed
-        .iter()
-        .map(|Listed { key, kind, holders, waiters }| ListedKey {
+    let mut keys = Vec::new();
+    let mut bytes = "[]".len();
+    // Everything that a key is stays together, because the next page begins after a key.
+    for same in listed.chunk_by(|a, b| a.key == b.key) {
+        let before = keys.len();
+        keys.extend(same.iter().map(|Listed { key, kind, holders, waiters }| ListedKey {
             key: text(key),
             kind: match kind {
                 KeyKind::Mutex => "mutex",
@@ -475,8 +536,13 @@ pub(crate) fn ls(
             },
             holders: *holders,
             waiters: *waiters,
-        })
-        .collect();
+        }));
+        bytes += keys[before..].iter().map(|key| json_bytes(key) + ",".len()).sum::<usize>();
+        if bytes > ANSWER_BYTES_MAX && before > 0 {
+            keys.truncate(before);
+            break;
+        }
+    }
     Some(json(&keys))
 }
 
@@ -538,6 +604,29 @@ fn text(bytes: &Bytes) -> Cow<'_, str> {
 
 fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data can be written")
+}
+
+/// Whether the JSON of this may be an answer.
+fn fits(value: &impl Serialize) -> bool {
+    json_bytes(value) <= ANSWER_BYTES_MAX
+}
+
+/// How long the JSON of this is, found out without making it.
+pub(crate) fn json_bytes(value: &impl Serialize) -> usize {
+    struct Count(usize);
+    impl std::io::Write for Count {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut count = Count(0);
+    serde_json::to_writer(&mut count, value).expect("plain data can be written");
+    count.0
 }
 
 fn is_zero(count: &u32) -> bool {

@@ -17,14 +17,21 @@ use crate::config::{Config, FollowerMode, GrantDelay};
 use crate::detached::Detached;
 use crate::feed::Feed;
 use crate::metrics::Metrics;
+use crate::pool::{Background, Pool};
 use crate::report;
 use crate::telemetry::{self, Telemetry};
 
 /// Past changes that each shard keeps for event streams over HTTP and gRPC, which can resume.
 const EVENTS_MAX: u64 = 1024;
 
-/// Runs a job that takes a while on a thread that may be busy.
-pub(crate) type Background = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
+/// The longest answer that is made in one piece. What is longer comes in pages, or is refused.
+pub(crate) const ANSWER_BYTES_MAX: usize = 1 << 20;
+/// Looks at the state (`ls`, `inspect`, `stats`, lists) that are made at a time.
+const LOOKS_MAX: usize = 4;
+/// Deeds of operators that are done at a time.
+const OPERATIONS_MAX: usize = 4;
+/// Pages of figures that are made at a time.
+const FIGURES_MAX: usize = 2;
 
 /// What all connections share.
 pub struct Service {
@@ -44,7 +51,14 @@ pub struct Service {
     pub(crate) auto_release: AutoRelease,
     pub(crate) follower_mode: FollowerMode,
     pub(crate) value_bytes_max: usize,
-    pub(crate) background: Background,
+    /// Bytes of answers and pushes that may wait for one client.
+    pub(crate) pending_bytes_max: usize,
+    /// Where the state is looked at.
+    pub(crate) looks: Arc<Pool>,
+    /// Where operators' deeds are done.
+    pub(crate) operations: Arc<Pool>,
+    /// Where `/metrics` is made, which must not wait for the others.
+    pub(crate) figures: Arc<Pool>,
     /// Changes of keys, for event streams.
     pub(crate) feed: Feed,
     pub(crate) metrics: Metrics,
@@ -112,6 +126,7 @@ impl Service {
         let follower_mode =
             config.replicated().map_or(FollowerMode::Auto, |cluster| cluster.follower_mode);
         let engine = Arc::new(engine);
+        let background: Background = Arc::new(background);
         let peer_tls = config.replicated().and_then(|cluster| cluster.tls.as_ref());
         let certificates = [
             ("clients", config.tls_cert.clone()),
@@ -121,7 +136,7 @@ impl Service {
         let certificates = certificates.into_iter().filter_map(|(what, file)| Some((what, file?)));
         Ok(Self {
             certificates: certificates.collect(),
-            feed: Feed::new(Arc::clone(&engine), config.max_subscriptions_total),
+            feed: Feed::new(Arc::clone(&engine), &background, config.max_subscriptions_total),
             metrics: Metrics::new(engine.clock().now()),
             audit: Audit::new(),
             log_budget: LogBudget::default(),
@@ -138,7 +153,10 @@ impl Service {
             auto_release: config.disconnect_policy(),
             follower_mode,
             value_bytes_max: usize::try_from(config.max_value_bytes)?,
-            background: Box::new(background),
+            pending_bytes_max: usize::try_from(config.max_pending_bytes)?,
+            looks: Pool::new(LOOKS_MAX, &background),
+            operations: Pool::new(OPERATIONS_MAX, &background),
+            figures: Pool::new(FIGURES_MAX, &background),
             stats: Mutex::new(None),
         })
     }

@@ -8,7 +8,7 @@ use dflockd_core::{
 };
 use dflockd_wire::{End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText};
 
-use crate::service::span;
+use crate::service::{ANSWER_BYTES_MAX, span};
 
 /// What a request asks of the engine.
 pub(crate) enum Asked<'a> {
@@ -143,9 +143,13 @@ pub(crate) fn respond<'a>(
         }
         Outcome::Written(_) => Response::Ok,
         Outcome::Items(values) => {
-            json_array(values, items);
-            Response::Value(items)
+            if print_items(values, items) {
+                Response::Value(items)
+            } else {
+                Response::Error(ErrorCode::TooLarge)
+            }
         }
+        Outcome::Part(_) => Response::Error(ErrorCode::TooLarge),
         Outcome::Compacted(_) => Response::Error(ErrorCode::Error),
         Outcome::Refused(refusal) => Response::Error(error_code(op, *refusal, wishes)),
     }
@@ -231,9 +235,22 @@ fn always_has_fence(op: Op) -> bool {
     matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Rn | Op::Wn | Op::Elect)
 }
 
-fn json_array(values: &[core::Bytes], out: &mut Vec<u8>) {
-    let values: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
-    serde_json::to_writer(out, &values).expect("strings can be written to memory");
+/// Writes a JSON array of strings; false if it is too long for one answer, which one item never is. In JSON a byte can
+/// have six.
+pub(crate) fn print_items(values: &[core::Bytes], out: &mut Vec<u8>) -> bool {
+    out.push(b'[');
+    for (index, value) in values.iter().enumerate() {
+        if index > 0 {
+            out.push(b',');
+        }
+        let value = String::from_utf8_lossy(value);
+        serde_json::to_writer(&mut *out, &value).expect("strings can be written to memory");
+        if index > 0 && out.len() >= ANSWER_BYTES_MAX {
+            return false;
+        }
+    }
+    out.push(b']');
+    true
 }
 
 fn mode_of(mode: Mode) -> core::Mode {

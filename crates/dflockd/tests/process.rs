@@ -5,6 +5,7 @@
 
 #[cfg(test)]
 mod process {
+    mod answers;
     mod auth;
     mod bounds;
     mod caps;

@@ -60,6 +60,7 @@ impl Leases {
                 | Outcome::Written(_)
                 | Outcome::Popped { .. }
                 | Outcome::Items(_)
+                | Outcome::Part(_)
                 | Outcome::Compacted(_)
                 | Outcome::Entry { .. }
                 | Outcome::Refused(_) => continue,

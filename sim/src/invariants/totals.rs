@@ -89,7 +89,7 @@ fn lists(history: &History, oracle: &Oracle) -> Result<(), Broken> {
         let items = left.entry(key).or_insert_with(|| {
             let query = Query::Range { key, start: 0, stop: -1 };
             match store.read(query, oracle.machine().now()) {
-                Outcome::Items(items) => items,
+                Outcome::Items(items) | Outcome::Part(items) => items,
                 _ => Vec::new(),
             }
         });

@@ -285,9 +285,15 @@ async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer
             Ok(number_of(told.into_inner().length))
         }
         Request::Range { key, start, stop } => {
-            let request = RangeRequest { key: bytes(key), start, stop };
-            let told = ListsClient::new(channel).range(api.request(request)).await?;
-            let items = told.into_inner().items;
+            let mut lists = ListsClient::new(channel);
+            let mut items = Vec::new();
+            let mut next = Some(start);
+            while let Some(start) = next {
+                let request = RangeRequest { key: bytes(key), start, stop };
+                let told = lists.range(api.request(request)).await?.into_inner();
+                items.extend(told.items);
+                next = told.next;
+            }
             Ok(Answer::Json(items.iter().map(|item| String::from_utf8_lossy(item)).collect()))
         }
         Request::BarrierWait { key, count, wait } => {

@@ -236,6 +236,31 @@ async fn lists() {
     }
 }
 
+/// What a server does not tell in one answer is asked for in several.
+#[tokio::test]
+async fn more_than_one_answer_takes() {
+    for server in Either::all() {
+        let client = server.client().await;
+        let list = client.list("l");
+        for n in 0..40 {
+            let item = format!("{n:02}{}", "x".repeat(64_000));
+            list.push_right(item.as_bytes()).await.unwrap();
+        }
+        for (start, stop, first, last) in [(0, -1, 0, 39), (-30, -2, 10, 38), (-99, 99, 0, 39)] {
+            let items = list.range(start, stop).await.unwrap();
+            let seen: Vec<_> = items.iter().map(|item| &item[..2]).collect();
+            let all: Vec<_> = (first..=last).map(|n| format!("{n:02}")).collect();
+            assert_eq!(seen, all);
+        }
+        let name = "\u{1}".repeat(200);
+        for n in 0..2000 {
+            client.kv(format!("k{name}{n:04}")).set(b"v", None).await.unwrap();
+        }
+        assert_eq!(client.keys(b"k", 20_000, None).await.unwrap().len(), 2000);
+        assert_eq!(client.keys(b"k", 1500, None).await.unwrap().len(), 1500);
+    }
+}
+
 #[tokio::test]
 async fn signals() {
     for server in Either::all() {

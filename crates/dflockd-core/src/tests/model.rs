@@ -600,6 +600,7 @@ impl Model {
             | Outcome::Value(_)
             | Outcome::Written(_)
             | Outcome::Items(_)
+            | Outcome::Part(_)
             | Outcome::Compacted(_)
             | Outcome::Entry { .. }
             | Outcome::Refused(_) => {}

@@ -1038,6 +1038,7 @@ fn token(outcome: &Outcome) -> Token {
         | Outcome::Written(_)
         | Outcome::Popped { .. }
         | Outcome::Items(_)
+        | Outcome::Part(_)
         | Outcome::Compacted(_)
         | Outcome::Entry { .. }
         | Outcome::Refused(_) => None,

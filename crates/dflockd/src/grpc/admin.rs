@@ -9,6 +9,7 @@ use dflockd_wire::grpc::{
     AuditRecord, AuditRequest, EndSessionRequest, EndSessionResponse, ForceReleaseRequest,
     ForceReleaseResponse, ListSessionsRequest, ListSessionsResponse, Reason, SessionView,
 };
+use prost::Message;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
@@ -17,7 +18,7 @@ use super::error::Refused;
 use super::gate::{TOO_MANY, WRONG_TOKEN_PAUSE};
 use super::locks::done;
 use super::session_calls::Told;
-use super::{Api, App, Peer, blocking, fields, open};
+use super::{Api, App, Peer, budget, fields, fitting, open};
 use crate::audit::{By, Deed, Record};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::logging;
@@ -50,14 +51,15 @@ impl Admin for Api {
         request: Request<ListSessionsRequest>,
     ) -> Result<Response<ListSessionsResponse>, Status> {
         self.0.check_admin(&request).await?;
+        let budget = budget(&request)?;
         let ListSessionsRequest { after, limit } = request.into_inner();
         let limit = fields::page(limit)?;
         let app = Arc::clone(&self.0);
-        let listed = blocking(move || {
+        let listed = move || {
             let infos = app.service.engine.sessions(SessionId(after), limit)?;
             let mut metadata = app.sessions.metadata();
             let is_last = infos.len() < limit;
-            let next = infos.last().filter(|_| !is_last).map_or(0, |last| last.id.0);
+            let mut next = infos.last().filter(|_| !is_last).map_or(0, |last| last.id.0);
             let sessions = infos.into_iter().map(|info| SessionView {
                 number: info.id.0,
                 client: info.label.map(|label| label.as_ref().to_owned()).unwrap_or_default(),
@@ -67,9 +69,15 @@ impl Admin for Api {
                 subscriptions: info.view.subscriptions as u64,
                 metadata: metadata.remove(&info.id).unwrap_or_default(),
             });
-            Some(ListSessionsResponse { sessions: sessions.collect(), next })
-        });
-        Ok(Response::new(listed.await?))
+            let mut sessions: Vec<_> = sessions.collect();
+            let count = fitting(sessions.iter().map(Message::encoded_len));
+            if count < sessions.len() {
+                sessions.truncate(count);
+                next = sessions.last().map_or(0, |last| last.number);
+            }
+            Some(ListSessionsResponse { sessions, next })
+        };
+        Ok(self.0.show(&budget, listed).await?)
     }
 
     async fn end_session(

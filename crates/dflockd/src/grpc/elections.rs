@@ -26,7 +26,7 @@ use super::locks::{done, granted, renewed};
 use super::session_calls::Told as Stream;
 use super::sessions::Headed;
 use super::views::Names;
-use super::{Api, App, Peer, blocking, fields, open};
+use super::{Api, App, Peer, budget, fields, open};
 use crate::caller::Caller;
 use crate::feed::Follower;
 
@@ -100,12 +100,13 @@ impl Elections for Api {
         &self,
         request: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
+        let pushes = Arc::clone(&budget(&request)?.pushes);
         let (Peer(peer, _), request) = open(request)?;
         let key = fields::key(&request.key)?.to_vec();
         let app = Arc::clone(&self.0);
         let seat = app.sessions.seat(peer)?;
         let label = format!("observer {peer}");
-        let caller = Caller::open_at(&app.service, Door::Grpc, label.into());
+        let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
         let subscription = Subscription::Leaders { key: &key };
         let answer = caller.call(Command::Subscribe(subscription)).await;
         done(answer.map_err(Refused::from)?.outcome())?;
@@ -152,6 +153,7 @@ async fn observe(
                 },
                 Some(Push::Signal { .. } | Push::Change(_) | Push::Lost { .. }) => continue,
                 None => {
+                    app.service.metrics.slow_reader(Door::Grpc);
                     let text = "the stream was read too slowly";
                     return Err(Refused::new(Code::ResourceExhausted, Reason::Lagged, text));
                 }
@@ -185,7 +187,7 @@ impl App {
     /// Who leads, and what it proclaimed.
     async fn leader(self: &Arc<Self>, key: &[u8]) -> Result<Option<Leader>, Refused> {
         let (app, asked) = (Arc::clone(self), key.to_vec());
-        let found = blocking(move || {
+        let found = self.look(move || {
             let engine = &*app.service.engine;
             let views = engine.inspect(&asked, 1)?;
             let is_election = |view: &&LockView| view.space == Space::Locks;

@@ -13,17 +13,20 @@ use bytes::Bytes;
 use dflockd_engine::Door;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use parking_lot::Mutex;
+use prost::Message;
 use tokio::time::{Instant, Sleep};
 use tonic::body::Body;
 use tonic::service::Routes;
 use tonic::{Code, Response, Status};
 use tower::Service;
 
+use super::arriving::Arriving;
 use super::error::Refused;
 use super::sessions::Told;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
+use crate::budget::{Budget, PIECE_BYTES, Reserved};
 use crate::caller::Answer;
 use crate::config::FollowerMode;
 use crate::metrics::{GrpcMethod, Streams};
@@ -51,6 +54,18 @@ pub(super) struct Gated {
 /// An answer that gives something away, on its way to the gate.
 #[derive(Clone)]
 struct Gift(Arc<Mutex<Option<Answer>>>);
+
+/// The room that an answer has taken, on its way to the gate.
+#[derive(Clone)]
+struct Held(Arc<Mutex<Reserved>>);
+
+/// A message, whose room is free again when it was taken in.
+pub(super) fn hold<T: Message>(mut room: Reserved, message: T) -> Response<T> {
+    room.shrink_to(message.encoded_len());
+    let mut response = Response::new(message);
+    response.extensions_mut().insert(Held(Arc::new(Mutex::new(room))));
+    response
+}
 
 /// Tells what a command came to.
 pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
@@ -83,6 +98,7 @@ impl Service<Request<Body>> for Gated {
         let begun = Instant::now();
         let method = GrpcMethod::of(request.uri().path());
         let in_use = request.extensions().get::<Usage>().map(Usage::begin);
+        let budget = request.extensions().get::<Arc<Budget>>().cloned();
         let mut pass = Pass::OPEN;
         let step = match self.app.admit(&request, begun) {
             Ok(peer) => {
@@ -90,6 +106,10 @@ impl Service<Request<Body>> for Gated {
                 request.extensions_mut().insert(peer);
                 let deadline = patience(request.headers());
                 let deadline = deadline.map(|left| Box::pin(tokio::time::sleep(left)));
+                let request = match &budget {
+                    Some(budget) => self.arriving(request, method, begun, budget),
+                    None => request,
+                };
                 let request = match method.streams {
                     Streams::No | Streams::Yes | Streams::Health => request,
                     Streams::Reflection => self.until_drained(request),
@@ -109,11 +129,25 @@ impl Service<Request<Body>> for Gated {
         let app = Arc::clone(&self.app);
         let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
         let pass = Revocable { app: Arc::clone(&self.app), pass, revoked: None };
-        Passing { step, call: Some(call), drained, pass: Some(pass) }
+        Passing { step, call: Some(call), drained, pass: Some(pass), budget }
     }
 }
 
 impl Gated {
+    /// Lets the services see whole messages only.
+    fn arriving(
+        &self,
+        request: Request<Body>,
+        method: &GrpcMethod,
+        begun: Instant,
+        budget: &Arc<Budget>,
+    ) -> Request<Body> {
+        let since = (!method.client_streams).then_some(begun);
+        let limit = Duration::from_nanos(self.app.service.read_timeout.0);
+        let budget = Arc::clone(budget);
+        request.map(|body| Body::new(Arriving::new(body, since, limit, budget)))
+    }
+
     /// Lets the library that describes the services see the end of its client's stream when the server shuts down: as
     /// long as it reads, the connection stays.
     fn until_drained(&self, request: Request<Body>) -> Request<Body> {
@@ -282,6 +316,8 @@ pub(super) struct Passing {
     drained: Option<Drained>,
     /// Likewise.
     pass: Option<Revocable>,
+    /// Likewise.
+    budget: Option<Arc<Budget>>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "nearly all calls go on to their service")]
@@ -343,7 +379,19 @@ impl Passing {
         if let Some(call) = &mut call {
             call.look(response.headers());
         }
-        response.map(|body| GivingBody { body, answer, call, drained, pass })
+        let held = response.extensions_mut().remove::<Held>();
+        let room = held.map(|held| std::mem::take(&mut *held.0.lock()));
+        let (budget, rest) = (self.budget.take(), Bytes::new());
+        response.map(|body| GivingBody {
+            body,
+            rest,
+            answer,
+            call,
+            drained,
+            pass,
+            budget,
+            _room: room,
+        })
     }
 }
 
@@ -355,15 +403,37 @@ fn is_over(drained: &mut Option<Drained>, cx: &mut Context<'_>) -> bool {
 /// The body of an answer. What it gives is given back unless the message is taken.
 pub(super) struct GivingBody {
     body: Body,
+    /// Of a message whose beginning was handed on.
+    rest: Bytes,
     answer: Option<Answer>,
     call: Option<Call>,
     drained: Option<Drained>,
     pass: Option<Revocable>,
+    budget: Option<Arc<Budget>>,
+    /// What the answer has taken of it.
+    _room: Option<Reserved>,
 }
 
 impl GivingBody {
+    /// Ready when the connection takes more in. What is handed on before is kept by the protocol, without a limit for
+    /// the connection.
+    fn poll_room(&self, cx: &mut Context<'_>) -> Poll<()> {
+        self.budget.as_ref().map_or(Poll::Ready(()), |budget| budget.unsent.poll_room(cx))
+    }
+
+    /// The first piece of what there is to hand on.
+    fn piece(&mut self, mut bytes: Bytes) -> Frame<Bytes> {
+        let piece = bytes.split_to(bytes.len().min(PIECE_BYTES));
+        self.rest = bytes;
+        if let Some(budget) = &self.budget {
+            budget.unsent.add(piece.len());
+        }
+        Frame::data(piece)
+    }
+
     /// The last of a stream that ends because the server does, or its token is dropped.
     fn end(&mut self, why: Refused) -> Frame<Bytes> {
+        self.rest = Bytes::new();
         self.body = Body::empty();
         self.drained = None;
         self.pass = None;
@@ -410,10 +480,21 @@ impl HttpBody for GivingBody {
         if this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx)) {
             return Poll::Ready(Some(Ok(this.end(Refused::revoked()))));
         }
+        if this.poll_room(cx).is_pending() {
+            return Poll::Pending;
+        }
+        if !this.rest.is_empty() {
+            let rest = std::mem::take(&mut this.rest);
+            return Poll::Ready(Some(Ok(this.piece(rest))));
+        }
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
                 let is_mute_end = this.look(&frame);
                 let frame = if is_mute_end { this.end(Refused::draining()) } else { frame };
+                let frame = match frame.into_data() {
+                    Ok(bytes) => this.piece(bytes),
+                    Err(trailers) => trailers,
+                };
                 Poll::Ready(Some(Ok(frame)))
             }
             // What was to be told before has been.
@@ -425,11 +506,11 @@ impl HttpBody for GivingBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        if self.rest.is_empty() { self.body.size_hint() } else { SizeHint::default() }
     }
 }
 

@@ -29,6 +29,7 @@ use super::gate::{Gated, GivingBody, Passing};
 use super::usage::{Patience, Usage};
 use super::{App, routes};
 use crate::auth::Origin;
+use crate::budget::Budget;
 use crate::config::Config;
 use crate::descriptors::Connections;
 use crate::frames::{Frames, PREFACE};
@@ -39,6 +40,9 @@ const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Calls in flight on one connection.
 const STREAMS_MAX: u32 = 1024;
+/// What a client may send before it is looked at, per call and in all.
+const STREAM_WINDOW: u32 = 64 * 1024;
+const CONNECTION_WINDOW: u32 = 512 * 1024;
 /// Of the metadata of a call.
 const HEAD_BYTES_MAX: u32 = 32 * 1024;
 /// Calls that a client gave up before they began.
@@ -236,17 +240,20 @@ impl Seat {
     async fn serve(self, socket: Socket) {
         let listener = &*self.listener;
         let usage = Usage::new(listener.limits.patience);
+        let budget = Budget::new(listener.app.service.pending_bytes_max);
         let stream = Connection {
             socket,
             greeting: PREFACE,
             frames: Frames::after_the_preface(),
             address: self.origin.address,
             app: Arc::clone(&listener.app),
+            budget: Arc::clone(&budget),
         };
         let entry = Entry {
             gated: listener.gated.clone(),
             origin: self.origin.clone(),
             usage: usage.clone(),
+            budget,
         };
         let mut phase = listener.phase.subscribe();
         let connection = listener.protocol.serve_connection(TokioIo::new(stream), entry);
@@ -296,6 +303,7 @@ struct Entry {
     gated: Gated,
     origin: Origin,
     usage: Usage,
+    budget: Arc<Budget>,
 }
 
 impl hyper::service::Service<Request<Incoming>> for Entry {
@@ -307,6 +315,7 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
         let extensions = request.extensions_mut();
         extensions.insert(self.origin.clone());
         extensions.insert(self.usage.clone());
+        extensions.insert(Arc::clone(&self.budget));
         self.gated.clone().call(request.map(Body::new))
     }
 }
@@ -316,6 +325,8 @@ fn protocol() -> http2::Builder<TokioExecutor> {
     protocol
         .timer(TokioTimer::new())
         .max_concurrent_streams(STREAMS_MAX)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .keep_alive_interval(PING)
         .keep_alive_timeout(PONG)
         .max_pending_accept_reset_streams(RESETS_MAX)
@@ -331,6 +342,7 @@ struct Connection {
     frames: Frames,
     address: IpAddr,
     app: Arc<App>,
+    budget: Arc<Budget>,
 }
 
 enum Socket {
@@ -363,13 +375,24 @@ impl AsyncRead for Connection {
     }
 }
 
+impl Connection {
+    /// Notes what was written: there is room for so much more.
+    fn note(&self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(Ok(count)) = &written {
+            self.budget.unsent.written(*count);
+        }
+        written
+    }
+}
+
 impl AsyncWrite for Connection {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write(cx, bytes)
+        let written = Pin::new(&mut self.socket).poll_write(cx, bytes);
+        self.note(written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -385,7 +408,8 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.socket).poll_write_vectored(cx, slices)
+        let written = Pin::new(&mut self.socket).poll_write_vectored(cx, slices);
+        self.note(written)
     }
 
     fn is_write_vectored(&self) -> bool {

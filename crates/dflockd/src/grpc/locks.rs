@@ -15,13 +15,15 @@ use dflockd_wire::grpc::{
     EnqueueResponse, Grant, ListRequest, ListResponse, ReleaseRequest, ReleaseResponse,
     RenewRequest, RenewResponse, TryAcquireRequest, WaitRequest, WaitResponse,
 };
+use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::error::Refused;
 use super::gate::tell;
 use super::sessions::Told;
-use super::views::{Names, millis};
-use super::{Api, blocking, fields, open};
+use super::views::{self, Names, millis};
+use super::{Api, budget, fields, fitting, open};
+use crate::service::ANSWER_BYTES_MAX;
 
 /// Holders and waiters that are named per lock in a list.
 const EACH_MAX: usize = 32;
@@ -117,35 +119,50 @@ impl Locks for Api {
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListResponse>, Status> {
+        let budget = budget(&request)?;
         let ListRequest { prefix, after, limit } = request.into_inner();
         let limit = fields::page(limit)?;
         let after = Some(&after[..]).filter(|after| !after.is_empty());
         let page = LockPage::new(&prefix, after, limit, Only::All);
         let engine = Arc::clone(&self.0.service.engine);
-        let listed = blocking(move || {
-            let (views, next) = engine.locks(page, EACH_MAX)?;
+        let listed = move || {
+            let (views, mut next) = engine.locks(page, EACH_MAX)?;
             let mut names = Names::new(&engine);
-            let locks = views.iter().map(|view| names.lock(view)).collect();
+            // The locks of a key stay together, because the next page begins after a key.
+            let keys: Vec<_> = views.chunk_by(|a, b| a.key == b.key).collect();
+            let count = fitting(keys.iter().map(|views| {
+                views.iter().map(|view| names.lock(view).encoded_len() + 8).sum::<usize>()
+            }));
+            if count < keys.len() {
+                next = keys[count - 1].first().map(|view| view.key.clone());
+            }
+            let locks = keys[..count].iter().flat_map(|views| views.iter());
+            let locks = locks.map(|view| names.lock(view)).collect();
             let next = next.map_or_else(Default::default, |key| key.to_vec().into());
             Some(ListResponse { locks, next })
-        });
-        Ok(Response::new(listed.await?))
+        };
+        Ok(self.0.show(&budget, listed).await?)
     }
 
     async fn describe(
         &self,
         request: Request<DescribeRequest>,
     ) -> Result<Response<DescribeResponse>, Status> {
+        let budget = budget(&request)?;
         let key = request.into_inner().key;
         fields::key(&key)?;
         let engine = Arc::clone(&self.0.service.engine);
-        let described = blocking(move || {
+        let described = move || {
             let views = engine.inspect(&key, EACH_OF_ONE_MAX)?;
-            Some((!views.is_empty()).then(|| Names::new(&engine).key(&views)))
-        });
-        let described = described.await?;
-        let described = described.ok_or_else(|| Refused::not_found("the key is nothing"))?;
-        Ok(Response::new(described))
+            let mut all = Names::new(&engine).key(&views);
+            while all.encoded_len() > ANSWER_BYTES_MAX && views::name_fewer(&mut all) {}
+            Some(all)
+        };
+        let described = self.0.show(&budget, described).await?;
+        if *described.get_ref() == DescribeResponse::default() {
+            return Err(Refused::not_found("the key is nothing").into());
+        }
+        Ok(described)
     }
 }
 

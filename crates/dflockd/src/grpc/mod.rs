@@ -4,6 +4,7 @@
 //! refusals. The services are in the other files; what they promise stands in the `.proto` files of `dflockd-wire`.
 
 mod admin;
+mod arriving;
 mod cluster;
 mod elections;
 mod error;
@@ -31,9 +32,10 @@ use dflockd_wire::grpc::{
     locks_server::LocksServer, sessions_server::SessionsServer, signals_server::SignalsServer,
     watch_server::WatchServer,
 };
+use prost::Message;
 use tokio::sync::watch as watched;
 use tonic::service::Routes;
-use tonic::{Request, Status};
+use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
@@ -41,10 +43,11 @@ use self::error::Refused;
 pub(crate) use self::listen::{Limits, Listener};
 use self::sessions::Sessions;
 use crate::auth::{Pass, TokenKind};
+use crate::budget::Budget;
 use crate::caller::Common;
 use crate::config::Config;
 use crate::rate::RateLimit;
-use crate::service::Service;
+use crate::service::{ANSWER_BYTES_MAX, Service};
 
 /// The longest message, in both directions.
 const MESSAGE_BYTES_MAX: usize = 2 << 20;
@@ -145,12 +148,43 @@ fn open<T>(request: Request<T>) -> Result<(Peer, T), Status> {
     Ok((peer, request.into_inner()))
 }
 
-/// Does what may take a while on a thread that may be busy. None: nobody can say.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Option<T> + Send + 'static,
-) -> Result<T, Refused> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(|_| Refused::internal())?;
-    done.ok_or_else(Refused::unavailable)
+/// What the connection of a call may cost.
+fn budget<T>(request: &Request<T>) -> Result<Arc<Budget>, Refused> {
+    let budget = request.extensions().get::<Arc<Budget>>().cloned();
+    budget.ok_or_else(Refused::internal)
+}
+
+impl App {
+    /// Looks at the state on a thread that may be busy: few at a time. None: nobody can say.
+    async fn look<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> Result<T, Refused> {
+        let done = self.service.looks.wait(work).await;
+        done.ok_or_else(Refused::internal)?.ok_or_else(Refused::unavailable)
+    }
+
+    /// The same for an answer: one look at a time for each connection, when there is room for what it comes to.
+    async fn show<T: Message + 'static>(
+        &self,
+        budget: &Budget,
+        work: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> Result<Response<T>, Refused> {
+        let (_turn, room) = budget.look(ANSWER_BYTES_MAX).await;
+        let message = self.look(work).await?;
+        Ok(gate::hold(room, message))
+    }
+}
+
+/// How many of the first items fit into one answer, by their lengths; at least one.
+fn fitting(lengths: impl IntoIterator<Item = usize>) -> usize {
+    let mut bytes = 0;
+    let fits = |(index, length): &(usize, usize)| {
+        // And what tells the items apart.
+        bytes += length + 8;
+        bytes <= ANSWER_BYTES_MAX || *index == 0
+    };
+    lengths.into_iter().enumerate().take_while(fits).count()
 }
 
 /// All services.

@@ -18,11 +18,11 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::error::Refused;
 use super::locks::done;
 use super::session_calls::Told;
-use super::{Api, Peer, fields, open};
+use super::{Api, App, Peer, budget, fields, open};
 use crate::caller::Caller;
 
 /// What may wait for a reader besides what the session keeps for it.
-const NEWS_MAX: usize = 64;
+const NEWS_MAX: usize = 4;
 
 type News = mpsc::Sender<Result<SubscribeResponse, Status>>;
 
@@ -50,6 +50,7 @@ impl Signals for Api {
         request: Request<Streaming<SubscribeRequest>>,
     ) -> Result<Response<Self::SubscribeStream>, Status> {
         let Peer(peer, _) = Peer::of(&request)?;
+        let pushes = Arc::clone(&budget(&request)?.pushes);
         let mut requests = request.into_inner();
         let app = Arc::clone(&self.0);
         let first = requests.message().await?;
@@ -57,14 +58,14 @@ impl Signals for Api {
         let first = first.ok_or_else(|| Refused::bad_request("a subscription is required"))?;
         let seat = app.sessions.seat(peer)?;
         let label = format!("signals {peer}");
-        let caller = Caller::open_at(&app.service, Door::Grpc, label.into());
+        let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
         // Refused before the stream begins, where that is seen at once.
         apply(&caller, &first).await?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
             let _seat = seat;
             let told = tokio::select! {
-                told = listen(&caller, requests, &sender) => told,
+                told = listen(&app, &caller, requests, &sender) => told,
                 () = sender.closed() => return,
                 () = app.drained() => Err(Refused::draining().into()),
             };
@@ -78,6 +79,7 @@ impl Signals for Api {
 
 /// Tells signals and takes more wishes until nobody listens.
 async fn listen(
+    app: &App,
     caller: &Caller,
     mut requests: Streaming<SubscribeRequest>,
     news: &News,
@@ -100,9 +102,9 @@ async fn listen(
                     unsent.push_back(SubscribeResponse { what });
                 }
                 Some(Push::Change(_) | Push::Leader { .. } | Push::Lost { .. }) => {}
-                None => return Err(lagged().into()),
+                None => return Err(lagged(app).into()),
             },
-            () = caller.gone(), if !unsent.is_empty() => return Err(lagged().into()),
+            () = caller.gone(), if !unsent.is_empty() => return Err(lagged(app).into()),
             request = requests.message(), if speaks && unsent.is_empty() => match request? {
                 Some(request) => {
                     apply(caller, &request).await?;
@@ -114,7 +116,8 @@ async fn listen(
     }
 }
 
-fn lagged() -> Refused {
+fn lagged(app: &App) -> Refused {
+    app.service.metrics.slow_reader(Door::Grpc);
     let text = "the stream was read too slowly";
     Refused::new(Code::ResourceExhausted, Reason::Lagged, text)
 }

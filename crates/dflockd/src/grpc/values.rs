@@ -5,7 +5,7 @@
     reason = "all that a call does not hope for is refused alike"
 )]
 
-use dflockd_core::{Command, Expect, Outcome, Query, Revision};
+use dflockd_core::{Bytes, Command, Expect, Outcome, Query, Revision};
 use dflockd_wire::grpc::barriers_server::Barriers;
 use dflockd_wire::grpc::compare_and_set_request::Expect as Expected;
 use dflockd_wire::grpc::counters_server::Counters;
@@ -21,9 +21,10 @@ use dflockd_wire::grpc::{
 use tonic::{Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::tell;
+use super::gate::{hold, tell};
 use super::locks::done;
-use super::{Api, App, fields, open};
+use super::{Api, App, budget, fields, open};
+use crate::service::ANSWER_BYTES_MAX;
 
 impl App {
     /// Answers a read.
@@ -78,8 +79,10 @@ impl Counters for Api {
 #[tonic::async_trait]
 impl Kv for Api {
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<GetResponse>, Status> {
+        let budget = budget(&request)?;
         let request = request.into_inner();
         let key = fields::key(&request.key)?;
+        let room = budget.answer(self.0.service.value_bytes_max).await;
         let entry = match self.0.read(Query::Entry { key }).await? {
             Outcome::Entry { value, revision } => {
                 Some(Entry { value: value.to_vec().into(), revision: revision.0 })
@@ -87,7 +90,7 @@ impl Kv for Api {
             Outcome::Empty => None,
             other => return Err(Refused::by(&other).into()),
         };
-        Ok(Response::new(GetResponse { entry }))
+        Ok(hold(room, GetResponse { entry }))
     }
 
     async fn set(&self, request: Request<SetRequest>) -> Result<Response<SetResponse>, Status> {
@@ -179,16 +182,37 @@ impl Lists for Api {
         &self,
         request: Request<RangeRequest>,
     ) -> Result<Response<RangeResponse>, Status> {
+        let budget = budget(&request)?;
         let RangeRequest { key, start, stop } = request.into_inner();
         let key = fields::key(&key)?;
-        match self.0.read(Query::Range { key, start, stop }).await? {
-            Outcome::Items(items) => {
-                let items = items.iter().map(|item| item.to_vec().into()).collect();
-                Ok(Response::new(RangeResponse { items }))
+        let room = budget.answer(ANSWER_BYTES_MAX).await;
+        let response = match self.0.read(Query::Range { key, start, stop }).await? {
+            Outcome::Items(items) => RangeResponse { items: messages(items), next: None },
+            Outcome::Part(items) if start >= 0 => part(start, items),
+            Outcome::Part(_) => {
+                // Where this is from the left end, the only place that can be named for the next page.
+                let length = number(&self.0.read(Query::Length { key }).await?)?;
+                let start = start.saturating_add(length).max(0);
+                match self.0.read(Query::Range { key, start, stop }).await? {
+                    Outcome::Items(items) => RangeResponse { items: messages(items), next: None },
+                    Outcome::Part(items) => part(start, items),
+                    other => return Err(Refused::by(&other).into()),
+                }
             }
-            other => Err(Refused::by(&other).into()),
-        }
+            other => return Err(Refused::by(&other).into()),
+        };
+        Ok(hold(room, response))
     }
+}
+
+/// The first of the items that were asked for, and where the others begin.
+fn part(start: i64, items: Vec<Bytes>) -> RangeResponse {
+    let count = i64::try_from(items.len()).unwrap_or(i64::MAX);
+    RangeResponse { items: messages(items), next: Some(start.saturating_add(count)) }
+}
+
+fn messages(items: Vec<Bytes>) -> Vec<bytes::Bytes> {
+    items.iter().map(|item| item.to_vec().into()).collect()
 }
 
 #[tonic::async_trait]

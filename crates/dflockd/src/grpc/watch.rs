@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_core::{Change as CoreChange, Event, Revision, pattern_matches};
+use dflockd_engine::Door;
 use dflockd_wire::grpc::watch_server::Watch;
 use dflockd_wire::grpc::{Change, ChangeKind, Reason, WatchRequest, WatchResponse};
 use tokio::sync::mpsc;
@@ -57,7 +58,7 @@ impl Watch for Api {
         tokio::spawn(async move {
             let _seat = seat;
             let told = tokio::select! {
-                told = tell(follower, &filter, &sender) => told,
+                told = tell(&app, follower, &filter, &sender) => told,
                 () = sender.closed() => return,
                 () = app.drained() => Err(Refused::draining()),
             };
@@ -87,7 +88,12 @@ fn compacted(upto: Revision) -> Refused {
 }
 
 /// Tells changes until nobody listens.
-async fn tell(mut follower: Follower, filter: &Filter, news: &News) -> Result<(), Refused> {
+async fn tell(
+    app: &App,
+    mut follower: Follower,
+    filter: &Filter,
+    news: &News,
+) -> Result<(), Refused> {
     let mut is_new = true;
     let mut bookmark_at = Instant::now();
     loop {
@@ -98,6 +104,7 @@ async fn tell(mut follower: Follower, filter: &Filter, news: &News) -> Result<()
                 Ok(changes) => filter.choose(&changes),
                 Err(Compacted(upto)) if is_new => return Err(compacted(upto)),
                 Err(Compacted(upto)) => {
+                    app.service.metrics.slow_reader(Door::Grpc);
                     let text = "the stream was read too slowly";
                     return Err(Refused::missed(
                         Code::ResourceExhausted,

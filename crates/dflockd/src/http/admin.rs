@@ -20,10 +20,12 @@ use super::answer::{self, Decimal, StatusBody};
 use super::body::{self, Json, Key, Query, reply};
 use super::contract::{AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals};
 use super::error::ApiError;
+use super::look::fitting;
 use super::{Admin, App, Peer, Shared, fields};
 use crate::audit::{By, Deed, Record, whole};
 use crate::config::FollowerMode;
 use crate::operate::{self, is_address, is_node};
+use crate::report::json_bytes;
 
 /// How long a new member may take to catch up before the request ends.
 const CATCH_UP: Duration = Duration::from_secs(10);
@@ -416,9 +418,10 @@ async fn audit(
     let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a record"))?;
-    let records = app.service.audit.after(after, limit);
-    let next = records.last().filter(|_| records.len() == limit);
-    let next = next.map(|last| Decimal(last.number));
-    let records = records.iter().map(|record| AuditLook::new(record)).collect();
-    Ok(reply(&AuditList { records, next }))
+    let found = app.service.audit.after(after, limit);
+    let mut records: Vec<_> = found.iter().map(|record| AuditLook::new(record)).collect();
+    records.truncate(fitting(records.iter().map(json_bytes)));
+    let is_last = records.len() == found.len() && found.len() < limit;
+    let last = found[..records.len()].last().filter(|_| !is_last);
+    Ok(reply(&AuditList { records, next: last.map(|last| Decimal(last.number)) }))
 }

@@ -29,6 +29,7 @@ use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Shared, router};
 use crate::auth::Origin;
+use crate::budget::{Budget, PIECE_BYTES};
 use crate::descriptors::Connections;
 
 const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
@@ -43,8 +44,11 @@ const PACE: PaceLimits = PaceLimits {
 const HEAD_BYTES_MAX: u16 = 32 * 1024;
 /// Requests in flight on one connection over HTTP/2.
 const STREAMS_MAX: u32 = 128;
-/// What is kept for a slow reader over HTTP/2, per stream.
-const SEND_BYTES_MAX: usize = 64 * 1024;
+/// What is kept for a slow reader over HTTP/2, per stream, besides the piece of a body that is next.
+const SEND_BYTES_MAX: usize = PIECE_BYTES;
+/// What a client may send over HTTP/2 before it is looked at, per stream and in all.
+const STREAM_WINDOW: u32 = 64 * 1024;
+const CONNECTION_WINDOW: u32 = 512 * 1024;
 /// How often the peer of a connection over HTTP/2 must show that it lives.
 const H2_PING: Duration = Duration::from_secs(30);
 const H2_PONG: Duration = Duration::from_secs(20);
@@ -242,6 +246,7 @@ impl Seat {
             arrived,
             pace: Arc::clone(&pace),
             cut: cut.clone(),
+            budget: Budget::new(listener.app.service.pending_bytes_max),
         };
         let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace), address));
         let mut phase = listener.phase.subscribe();
@@ -256,8 +261,16 @@ impl Seat {
                 () = cut.made() => true,
             }
         };
-        if pace.run(until_told).await != Some(false) {
-            return;
+        match pace.run(until_told).await {
+            Some(false) => {}
+            Some(true) => return,
+            None => {
+                if pace.is_stalled() {
+                    tracing::warn!(peer = %address, "closed: it takes in nothing of its answers");
+                    listener.app.service.metrics.slow_reader(Door::Http);
+                }
+                return;
+            }
         }
         connection.as_mut().graceful_shutdown();
         let closed = phase.wait_for(|phase| *phase == Phase::Closed);
@@ -296,6 +309,7 @@ struct Entry {
     arrived: Option<Arrived>,
     pace: Arc<Pace>,
     cut: Cut,
+    budget: Arc<Budget>,
 }
 
 impl hyper::service::Service<Request<Incoming>> for Entry {
@@ -311,6 +325,7 @@ impl hyper::service::Service<Request<Incoming>> for Entry {
         if let Some(arrived) = self.arrived {
             extensions.insert(arrived);
         }
+        extensions.insert(Arc::clone(&self.budget));
         Answering::new(self.router.clone().call(request), in_flight)
     }
 }
@@ -328,6 +343,8 @@ fn protocol() -> auto::Builder<TokioExecutor> {
         .keep_alive_interval(H2_PING)
         .keep_alive_timeout(H2_PONG)
         .max_concurrent_streams(STREAMS_MAX)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .max_header_list_size(HEAD_BYTES_MAX.into())
         .max_send_buf_size(SEND_BYTES_MAX);
     protocol

@@ -1,6 +1,7 @@
 //! What there is, for people and for the web page: locks with their holders and queues, sessions, contention, events.
 //!
-//! Everything is in pages. What takes a while is done on a thread that may be busy.
+//! Everything is in pages, which have a limited number of items and of bytes. What takes a while is done on a thread
+//! that may be busy.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -20,12 +21,13 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::answer::{Decimal, millis};
-use super::body::{KEY_BYTES_MAX, Key, Query, reply};
+use super::body::{KEY_BYTES_MAX, Key, Query, json_line, reply};
 use super::contract::{InKey, NoCluster, NotFound, Refusals};
 use super::error::ApiError;
 use super::streams::ChangeBody;
-use super::{Shared, fields};
-use crate::report;
+use super::{Room, Shared, fields};
+use crate::report::{self, json_bytes};
+use crate::service::ANSWER_BYTES_MAX;
 
 /// The longest page.
 const PAGE_MAX: usize = 1000;
@@ -37,6 +39,8 @@ const CONTENTION: usize = 20;
 const EACH_MAX: usize = 32;
 /// The same where one key is looked at.
 const EACH_OF_ONE_MAX: usize = 1000;
+/// What the items of a list may have in bytes: a little less than an answer.
+const LIST_BYTES_MAX: usize = ANSWER_BYTES_MAX - 4096;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::new()
@@ -49,12 +53,14 @@ pub(crate) fn routes() -> OpenApiRouter<Shared> {
         .routes(routes!(members))
 }
 
-/// Does what takes a while elsewhere. None: nobody can say.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Option<T> + Send + 'static,
-) -> Result<T, ApiError> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())?;
-    done.ok_or_else(ApiError::unavailable)
+/// How many of the first items fit into one answer, by how long their JSON is; at least one.
+pub(super) fn fitting(lengths: impl IntoIterator<Item = usize>) -> usize {
+    let mut bytes = 0;
+    let fits = |(index, length): &(usize, usize)| {
+        bytes += length + ",".len();
+        bytes <= LIST_BYTES_MAX || *index == 0
+    };
+    lengths.into_iter().enumerate().take_while(fits).count()
 }
 
 // ---- Locks ----
@@ -161,6 +167,7 @@ struct Waiter {
 )]
 async fn list_locks(
     State(app): State<Shared>,
+    room: Room,
     Query(query): Query<ListLocks>,
 ) -> Result<Response, ApiError> {
     let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
@@ -181,14 +188,24 @@ async fn list_locks(
         Some(OnlySome::Waiting) => Only::Waiting,
     };
     let page = LockPage::new(prefix.as_bytes(), after.as_deref(), limit, only);
+    let service = Arc::clone(&app.service);
     let work = move || {
-        let engine = &*app.service.engine;
-        let (views, next) = engine.locks(page, EACH_MAX)?;
-        let mut names = Names { engine, known: HashMap::new() };
-        let locks = views.iter().map(|view| names.lock(view)).collect();
-        Some(reply(&LockList { locks, next: next.map(|key| place(&key)) }))
+        let (views, mut next) = service.engine.locks(page, EACH_MAX)?;
+        let mut names = Names { engine: &service.engine, known: HashMap::new() };
+        // The locks of a key stay together, because the next page begins after a key.
+        let keys: Vec<_> = views.chunk_by(|a, b| a.key == b.key).collect();
+        let count =
+            fitting(keys.iter().map(|views| {
+                views.iter().map(|view| json_bytes(&names.lock(view)) + ",".len()).sum()
+            }));
+        if count < keys.len() {
+            next = keys[count - 1].first().map(|view| view.key.clone());
+        }
+        let locks = keys[..count].iter().flat_map(|views| views.iter());
+        let locks = locks.map(|view| names.lock(view)).collect();
+        Some(Ok(json_line(&LockList { locks, next: next.map(|key| place(&key)) })))
     };
-    blocking(work).await
+    room.look(&app, work).await
 }
 
 /// A place between keys as text. A key that is no text is written in hexadecimal digits after a space, which no key
@@ -277,17 +294,32 @@ struct BarrierLook {
     params(InKey),
     responses((status = 200, description = "What the key is.", body = Inspected), NotFound, Refusals)
 )]
-async fn show_key(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
+async fn show_key(State(app): State<Shared>, room: Room, key: Key) -> Result<Response, ApiError> {
+    let service = Arc::clone(&app.service);
     let work = move || {
-        let engine = &*app.service.engine;
-        let views = engine.inspect(&key, EACH_OF_ONE_MAX)?;
+        let views = service.engine.inspect(&key, EACH_OF_ONE_MAX)?;
         if views.is_empty() {
             return Some(Err(ApiError::not_found()));
         }
-        let mut names = Names { engine, known: HashMap::new() };
-        Some(Ok(reply(&inspected(&key, &views, &mut names))))
+        let mut names = Names { engine: &service.engine, known: HashMap::new() };
+        let mut all = inspected(&key, &views, &mut names);
+        while json_bytes(&all) > LIST_BYTES_MAX && all.name_fewer() {}
+        Some(Ok(json_line(&all)))
     };
-    blocking(work).await?
+    room.look(&app, work).await
+}
+
+impl Inspected {
+    /// Leaves out half of the holders and waiters, whose number is told all the same; false if none are named.
+    fn name_fewer(&mut self) -> bool {
+        let mut any = false;
+        for lock in &mut self.locks {
+            any |= !(lock.holders.is_empty() && lock.queue.is_empty());
+            lock.holders.truncate(lock.holders.len() / 2);
+            lock.queue.truncate(lock.queue.len() / 2);
+        }
+        any
+    }
 }
 
 fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected {
@@ -454,16 +486,18 @@ struct SessionLook {
 )]
 async fn list_sessions(
     State(app): State<Shared>,
+    room: Room,
     Query(query): Query<ListSessions>,
 ) -> Result<Response, ApiError> {
     let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a session"))?;
+    // The server's own session has nothing that would interest anybody.
+    let own = app.common().id();
+    let service = Arc::clone(&app.service);
     let work = move || {
-        let infos = app.service.engine.sessions(SessionId(after), limit)?;
-        let next = infos.last().filter(|_| infos.len() == limit).map(|info| Decimal(info.id.0));
-        // The server's own session has nothing that would interest anybody.
-        let own = app.common().id();
+        let infos = service.engine.sessions(SessionId(after), limit)?;
+        let mut next = infos.last().filter(|_| infos.len() == limit).map(|info| info.id.0);
         let infos = infos.into_iter().filter(|info| info.id != own);
         let sessions = infos.map(|info| SessionLook {
             id: Decimal(info.id.0),
@@ -477,9 +511,15 @@ async fn list_sessions(
             waits: info.view.waits,
             subscriptions: info.view.subscriptions,
         });
-        Some(reply(&SessionList { sessions: sessions.collect(), next }))
+        let mut sessions: Vec<_> = sessions.collect();
+        let count = fitting(sessions.iter().map(json_bytes));
+        if count < sessions.len() {
+            sessions.truncate(count);
+            next = sessions.last().map(|session| session.id.0);
+        }
+        Some(Ok(json_line(&SessionList { sessions, next: next.map(Decimal) })))
     };
-    blocking(work).await
+    room.look(&app, work).await
 }
 
 // ---- Contention ----
@@ -523,11 +563,13 @@ struct ContendedLook {
 )]
 async fn contention(
     State(app): State<Shared>,
+    room: Room,
     Query(query): Query<HowMany>,
 ) -> Result<Response, ApiError> {
     let limit = fields::page(query.limit, CONTENTION, PAGE_MAX)?;
+    let service = Arc::clone(&app.service);
     let work = move || {
-        let locks = app.service.engine.contention(limit)?.into_locks();
+        let locks = service.engine.contention(limit)?.into_locks();
         let keys = locks.map(|lock| ContendedLook {
             key: lossy(&lock.key),
             kind: kind_name(lock.kind),
@@ -535,9 +577,11 @@ async fn contention(
             waiters: lock.waiters,
             longest_wait_ms: millis(lock.longest_wait),
         });
-        Some(reply(&ContentionList { keys: keys.collect() }))
+        let mut keys: Vec<_> = keys.collect();
+        keys.truncate(fitting(keys.iter().map(json_bytes)));
+        Some(Ok(json_line(&ContentionList { keys })))
     };
-    blocking(work).await
+    room.look(&app, work).await
 }
 
 // ---- Events ----
@@ -572,13 +616,21 @@ struct EventList {
 )]
 async fn events(
     State(app): State<Shared>,
+    room: Room,
     Query(query): Query<RecentEvents>,
 ) -> Result<Response, ApiError> {
     let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
     let pattern = fields::pattern(query.pattern.as_deref().unwrap_or(">"))?;
-    let changes = app.service.feed.recent(pattern, limit).await;
-    let changes = changes.map_err(|_| ApiError::unavailable())?;
-    Ok(reply(&EventList { events: changes.iter().map(ChangeBody::from).collect() }))
+    let reading = async {
+        let changes = app.service.feed.recent(pattern, limit).await;
+        let changes = changes.map_err(|_| ApiError::unavailable())?;
+        let mut events: Vec<_> = changes.iter().map(ChangeBody::from).collect();
+        // The newest are told.
+        let count = fitting(events.iter().rev().map(json_bytes));
+        events.drain(..events.len() - count);
+        Ok(json_line(&EventList { events }))
+    };
+    room.read(ANSWER_BYTES_MAX, reading).await
 }
 
 // ---- The whole ----
@@ -635,22 +687,22 @@ struct Totals {
     tag = "look",
     responses((status = 200, description = "Numbers.", body = Overview), Refusals)
 )]
-async fn overview(State(app): State<Shared>) -> Result<Response, ApiError> {
+async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, ApiError> {
+    let (service, http_sessions) = (Arc::clone(&app.service), app.sessions.count());
     let work = move || {
-        let service = &*app.service;
         // A member that has no state yet still says how its cluster is.
         let tally = service.engine.tally().unwrap_or_default();
         let sum = |count: fn(&Tally, Primitive) -> u64| -> u64 {
             Primitive::ALL.iter().map(|&primitive| count(&tally, primitive)).sum()
         };
         let member = service.engine.replicated();
-        Some(reply(&Overview {
+        Some(Ok(json_line(&Overview {
             version: env!("CARGO_PKG_VERSION"),
             mode: if member.is_some() { "replicated" } else { "memory" },
             node: member.map(|member| member.node().to_owned()),
             uptime_ms: service.engine.clock().now().0 / 1_000_000,
             connections: service.connections.load(Ordering::Relaxed),
-            http_sessions: app.sessions.count(),
+            http_sessions,
             held: sum(|tally, of| tally.of(of).held),
             waiting: sum(|tally, of| tally.of(of).waiting),
             lock_keys: tally.lock_keys,
@@ -666,9 +718,9 @@ async fn overview(State(app): State<Shared>) -> Result<Response, ApiError> {
             cluster: member.map(|member| report::cluster(member)),
             auth: service.auth.is_required(),
             admin: service.auth.has_operators(),
-        }))
+        })))
     };
-    blocking(work).await
+    room.look(&app, work).await
 }
 
 /// Who is in the cluster.

@@ -31,8 +31,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::body::Body;
 use axum::extract::FromRequestParts;
+use axum::http::StatusCode;
 use axum::http::request::Parts;
+use axum::response::Response;
 use bytes::Bytes;
 use dflockd_engine::Door;
 use tokio::sync::Notify;
@@ -44,11 +47,12 @@ pub(crate) use self::listen::Listener;
 use self::origin::Hosts;
 use self::sessions::Sessions;
 use crate::auth::{Denied, Origin, Pass, TokenKind};
+use crate::budget::{Budget, Pieces};
 use crate::caller::{Caller, Common};
 use crate::config::Config;
 use crate::logging;
 use crate::rate::{self, RateLimit};
-use crate::service::Service;
+use crate::service::{ANSWER_BYTES_MAX, Service};
 
 /// Whoever guesses tokens has to wait this long for each answer.
 const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
@@ -195,11 +199,42 @@ pub(crate) fn router(app: Shared) -> Router {
         .with_state(app)
 }
 
-/// Does what may take a while on a thread that may be busy.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work).await.map_err(|_| ApiError::internal())
+/// What the connection of a request may cost, as an argument of a handler.
+pub(crate) struct Room(pub(crate) Arc<Budget>);
+
+impl FromRequestParts<Shared> for Room {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
+        let budget = parts.extensions.get::<Arc<Budget>>().cloned();
+        budget.map(Self).ok_or_else(ApiError::internal)
+    }
+}
+
+impl Room {
+    /// Looks at the state and answers with JSON: one look at a time for each connection and few for the server, on a
+    /// thread that may be busy. None: nobody can say.
+    pub(crate) async fn look(
+        &self,
+        app: &App,
+        work: impl FnOnce() -> Option<Result<Vec<u8>, ApiError>> + Send + 'static,
+    ) -> Result<Response, ApiError> {
+        let (_turn, room) = self.0.look(ANSWER_BYTES_MAX).await;
+        let made = app.service.looks.wait(work).await.ok_or_else(ApiError::internal)?;
+        let text = made.ok_or_else(ApiError::unavailable)??;
+        Ok(body::json_response(StatusCode::OK, Body::new(Pieces::new(text, room))))
+    }
+
+    /// Reads something that is at hand and answers with JSON, when there is room for so many bytes.
+    pub(crate) async fn read(
+        &self,
+        bytes_max: usize,
+        reading: impl Future<Output = Result<Vec<u8>, ApiError>>,
+    ) -> Result<Response, ApiError> {
+        let room = self.0.answer(bytes_max).await;
+        let text = reading.await?;
+        Ok(body::json_response(StatusCode::OK, Body::new(Pieces::new(text, room))))
+    }
 }
 
 impl Peer {

@@ -109,6 +109,11 @@ impl Pace {
         }
     }
 
+    /// Whether the peer takes nothing in although there is something for it.
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.stalled.load(Ordering::Relaxed) > 0
+    }
+
     /// When the connection is to be closed if nothing happens.
     fn due(&self) -> Option<Instant> {
         let at = |millis| self.begun + Duration::from_millis(millis);

@@ -10,9 +10,9 @@ use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::Shared;
 use super::body::{json_response, reply, reply_with};
 use super::error::ApiError;
+use super::{Room, Shared};
 use crate::metrics;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
@@ -83,14 +83,15 @@ async fn ready(State(app): State<Shared>) -> Response {
     tag = "service",
     responses((status = 200, description = "The state", body = Object)),
 )]
-async fn stats(State(app): State<Shared>) -> Result<Response, ApiError> {
+async fn stats(State(app): State<Shared>, room: Room) -> Result<Response, ApiError> {
     let asked = app.service.engine.clock().now().0;
     let service = std::sync::Arc::clone(&app.service);
-    let text = super::blocking(move || service.stats(asked)).await?;
-    let mut line = Vec::with_capacity(text.len() + 1);
-    line.extend_from_slice(&text);
-    line.push(b'\n');
-    Ok(json_response(StatusCode::OK, Body::from(line)))
+    let work = move || {
+        let mut line = service.stats(asked).to_vec();
+        line.push(b'\n');
+        Some(Ok(line))
+    };
+    room.look(&app, work).await
 }
 
 /// Figures for Prometheus
@@ -101,7 +102,9 @@ async fn stats(State(app): State<Shared>) -> Result<Response, ApiError> {
     responses((status = 200, description = "Text format", content_type = "text/plain", body = String)),
 )]
 async fn figures(State(app): State<Shared>) -> Result<Response, ApiError> {
-    let text = super::blocking(move || app.service.metrics.encode(&app.service)).await?;
+    let figures = std::sync::Arc::clone(&app.service.figures);
+    let text = figures.wait(move || app.service.metrics.encode(&app.service)).await;
+    let text = text.ok_or_else(ApiError::internal)?;
     let mut response = Response::new(Body::from(text));
     let kind = HeaderValue::from_static(metrics::CONTENT_TYPE);
     response.headers_mut().insert(CONTENT_TYPE, kind);

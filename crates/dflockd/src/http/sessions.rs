@@ -15,12 +15,12 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
-use dflockd_engine::{AddressKey, SessionSecret};
+use dflockd_engine::{AddressKey, Door, SessionSecret};
 use parking_lot::Mutex;
 use tokio::sync::MutexGuard;
 
 use super::error::ApiError;
-use super::{App, Drain, Peer, Shared};
+use super::{App, Drain, Peer, Room, Shared};
 use crate::auth::{LatestPass, Pass};
 use crate::caller::{Answer, Caller};
 use crate::config::Config;
@@ -336,9 +336,11 @@ impl App {
     }
 
     /// A session for an event stream of this peer.
-    pub(crate) fn hidden(&self, peer: Peer, label: &str) -> Result<Hidden, ApiError> {
+    pub(crate) fn hidden(&self, peer: Peer, room: &Room, label: &str) -> Result<Hidden, ApiError> {
         let seat = self.sessions.seat(peer.0)?;
-        Ok(Hidden { caller: Caller::open(&self.service, label.into()), _seat: seat })
+        let pushes = Arc::clone(&room.0.pushes);
+        let caller = Caller::open_with(&self.service, Door::Http, label.into(), pushes);
+        Ok(Hidden { caller, _seat: seat })
     }
 }
 

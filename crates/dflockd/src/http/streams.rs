@@ -31,15 +31,16 @@ use super::body::{self, KEY_BYTES_MAX, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
 use super::sessions::{Hidden, Seat};
-use super::{App, Peer, Shared, fields};
+use super::{App, Peer, Room, Shared, fields};
 use crate::auth::{Pass, TokenKind};
 use crate::feed::{Compacted, Follower};
 use crate::translate;
 
 /// How long a client may take to read what is written to it.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
-/// What may wait for a client that reads slowly.
-const UNSENT_BYTES_MAX: usize = 1 << 20;
+/// Text that may wait for a client that reads slowly. What is not written yet waits where it comes from: pushes are
+/// counted for all streams of a connection together, changes have their place in the history.
+const UNSENT_BYTES_MAX: usize = 64 * 1024;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::new().routes(routes!(listen)).routes(routes!(watch)).routes(routes!(observe))
@@ -109,6 +110,7 @@ struct Watch {
 async fn listen(
     State(app): State<Shared>,
     peer: Peer,
+    room: Room,
     cut: Cut,
     Query(query): Query<Listen>,
 ) -> Result<Response, ApiError> {
@@ -120,7 +122,7 @@ async fn listen(
     if group.len() > KEY_BYTES_MAX || group.iter().any(is_line_end) {
         return Err(ApiError::bad_request("a group has at most 256 bytes and neither CR nor LF"));
     }
-    let session = app.hidden(peer, &format!("signals {}", peer.0))?;
+    let session = app.hidden(peer, &room, &format!("signals {}", peer.0))?;
     subscribe(&session, Subscription::Signals { pattern, group }).await?;
     Ok(stream(&app, peer, cut, Pushes(session)))
 }
@@ -140,10 +142,11 @@ async fn listen(
 async fn observe(
     State(app): State<Shared>,
     peer: Peer,
+    room: Room,
     cut: Cut,
     key: Key,
 ) -> Result<Response, ApiError> {
-    let session = app.hidden(peer, &format!("observer {}", peer.0))?;
+    let session = app.hidden(peer, &room, &format!("observer {}", peer.0))?;
     subscribe(&session, Subscription::Leaders { key: &key }).await?;
     Ok(stream(&app, peer, cut, Pushes(session)))
 }
@@ -420,6 +423,7 @@ async fn feed(
     if let Some(suppressed) = app.service.log_budget.admit(Ipv4Addr::UNSPECIFIED.into(), kind) {
         tracing::warn!(suppressed, "{kind}");
     }
+    app.service.metrics.slow_reader(Door::Http);
     cut.make();
 }
 

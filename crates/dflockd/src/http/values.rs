@@ -26,8 +26,15 @@ use super::contract::{
 };
 use super::error::ApiError;
 use super::sessions::InSession;
-use super::{App, Peer, Shared, fields};
+use super::{App, Peer, Room, Shared, fields};
 use crate::caller::{Answer, Gone};
+use crate::report;
+use crate::service::ANSWER_BYTES_MAX;
+
+/// Items of a list that may be asked for at a time.
+const ITEMS_MAX: usize = 10_000;
+/// Items of a list that are written down at once on a thread that serves others as well.
+const ITEMS_BYTES_AT_ONCE: usize = 16 * 1024;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
     OpenApiRouter::new()
@@ -236,16 +243,21 @@ impl PutEntry {
     params(InKey),
     responses((status = 200, description = "The entry, or that there is none.", body = Entry<'_>), Refusals)
 )]
-async fn get_entry(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    match app.query_common(Query::Entry { key: &key }).await? {
-        Outcome::Entry { value, revision } => Ok(reply(&Entry {
-            status: "ok",
-            value: Some(text(&value)),
-            revision: Some(Decimal(revision.0)),
-        })),
-        Outcome::Empty => Ok(reply(&Entry { status: "empty", value: None, revision: None })),
-        other => Err(answer::refused(&other)),
-    }
+async fn get_entry(State(app): State<Shared>, room: Room, key: Key) -> Result<Response, ApiError> {
+    let reading = async {
+        match app.query_common(Query::Entry { key: &key }).await? {
+            Outcome::Entry { value, revision } => Ok(body::json_line(&Entry {
+                status: "ok",
+                value: Some(text(&value)),
+                revision: Some(Decimal(revision.0)),
+            })),
+            Outcome::Empty => {
+                Ok(body::json_line(&Entry { status: "empty", value: None, revision: None }))
+            }
+            other => Err(answer::refused(&other)),
+        }
+    };
+    room.read(app.service.value_bytes_max, reading).await
 }
 
 /// Sets an entry, if it is as expected.
@@ -353,12 +365,15 @@ struct Popped<'a> {
     value: Option<Cow<'a, str>>,
 }
 
-/// Items of a list.
+/// Items of a list, as many as fit into one answer of 1 MiB.
 #[derive(Serialize, ToSchema)]
 struct Items<'a> {
     /// In order; what is no UTF-8 shows as U+FFFD.
     #[schema(value_type = Vec<String>)]
     items: Vec<Cow<'a, str>>,
+    /// What to ask for as `start` to get the others; absent if there are none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next: Option<i64>,
 }
 
 /// Which items: both bounds are included, negative ones count from the end.
@@ -369,6 +384,9 @@ struct Bounds {
     start: Option<i64>,
     /// The last; -1 if nothing is said.
     stop: Option<i64>,
+    /// How many at most; as many as fit if nothing is said.
+    #[param(minimum = 1, maximum = 10000)]
+    limit: Option<u64>,
 }
 
 /// Puts an item at one end of a list, or hands it to whoever waits for one.
@@ -448,14 +466,85 @@ async fn pop(
 )]
 async fn range(
     State(app): State<Shared>,
+    room: Room,
     key: Key,
     body::Query(bounds): body::Query<Bounds>,
 ) -> Result<Response, ApiError> {
     let (start, stop) = (bounds.start.unwrap_or(0), bounds.stop.unwrap_or(-1));
-    match app.query_common(Query::Range { key: &key, start, stop }).await? {
-        Outcome::Items(items) => Ok(reply(&Items { items: items.iter().map(text).collect() })),
-        other => Err(answer::refused(&other)),
+    let limit = fields::page(bounds.limit, ITEMS_MAX, ITEMS_MAX)?;
+    let limit = if bounds.limit.is_some() { limit } else { usize::MAX };
+    let reading = async {
+        let (items, all) = app.items(&key, start, stop).await?;
+        let first = (start >= 0).then_some(start);
+        if let Some(text) = app.page(items, all, first, limit).await? {
+            return Ok(text);
+        }
+        // Where this is from the left end, the only place that can be named for the next page.
+        let first = start.saturating_add(app.length(&key).await?).max(0);
+        let (items, all) = app.items(&key, first, stop).await?;
+        app.page(items, all, Some(first), limit).await?.ok_or_else(ApiError::internal)
+    };
+    room.read(ANSWER_BYTES_MAX, reading).await
+}
+
+impl App {
+    /// Items of a list, or the first of them; whether these are all.
+    async fn items(
+        &self,
+        key: &[u8],
+        start: i64,
+        stop: i64,
+    ) -> Result<(Vec<Bytes>, bool), ApiError> {
+        match self.query_common(Query::Range { key, start, stop }).await? {
+            Outcome::Items(items) => Ok((items, true)),
+            Outcome::Part(items) => Ok((items, false)),
+            other => Err(answer::refused(&other)),
+        }
     }
+
+    /// The JSON of items, made elsewhere if they are many; none if not all of them fit and it is not known where the
+    /// first is.
+    async fn page(
+        &self,
+        items: Vec<Bytes>,
+        all: bool,
+        first: Option<i64>,
+        limit: usize,
+    ) -> Result<Option<Vec<u8>>, ApiError> {
+        let many = items.iter().map(|item| item.len()).sum::<usize>() > ITEMS_BYTES_AT_ONCE;
+        let page = move || print_page(&items, all, first, limit);
+        if !many {
+            return Ok(page());
+        }
+        self.service.looks.wait(page).await.ok_or_else(ApiError::internal)
+    }
+
+    async fn length(&self, key: &[u8]) -> Result<i64, ApiError> {
+        match self.query_common(Query::Length { key }).await? {
+            Outcome::Number(length) => Ok(length),
+            other => Err(answer::refused(&other)),
+        }
+    }
+}
+
+fn print_page(items: &[Bytes], all: bool, first: Option<i64>, limit: usize) -> Option<Vec<u8>> {
+    let count = fitting(items, limit);
+    let next = if all && count == items.len() {
+        None
+    } else {
+        Some(first?.saturating_add(i64::try_from(count).unwrap_or(i64::MAX)))
+    };
+    Some(body::json_line(&Items { items: items[..count].iter().map(text).collect(), next }))
+}
+
+/// How many of the first items fit into one answer; at least one. In JSON a byte can have six.
+fn fitting(items: &[Bytes], limit: usize) -> usize {
+    let mut bytes = 0;
+    let fits = |(index, item): &(usize, &Bytes)| {
+        bytes += report::json_bytes(&text(item)) + ",".len();
+        bytes <= ANSWER_BYTES_MAX || *index == 0
+    };
+    items.iter().take(limit).enumerate().take_while(fits).count()
 }
 
 /// The length of a list.
@@ -467,10 +556,7 @@ async fn range(
     responses((status = 200, description = "0 if there is no such list.", body = Length), Refusals)
 )]
 async fn length(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    match app.query_common(Query::Length { key: &key }).await? {
-        Outcome::Number(length) => Ok(reply(&Length { length })),
-        other => Err(answer::refused(&other)),
-    }
+    Ok(reply(&Length { length: app.length(&key).await? }))
 }
 
 // ---- Barriers ----

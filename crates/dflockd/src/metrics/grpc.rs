@@ -46,6 +46,8 @@ pub(crate) struct Method {
     service: String,
     name: String,
     pub(crate) streams: Streams,
+    /// Its client may send more messages than one.
+    pub(crate) client_streams: bool,
 }
 
 /// Whether there are more messages than one in a direction.
@@ -79,6 +81,7 @@ impl Methods {
             service: OTHER.to_owned(),
             name: OTHER.to_owned(),
             streams: Streams::No,
+            client_streams: false,
         };
         let mut methods = Self { all: vec![other], by_path: HashMap::new() };
         for set in sets {
@@ -87,8 +90,9 @@ impl Methods {
                 for service in &file.service {
                     let full = format!("{}.{}", file.package(), service.name());
                     for method in &service.method {
-                        let is_stream = method.client_streaming() || method.server_streaming();
-                        methods.add(&full, method.name(), is_stream);
+                        let client_streams = method.client_streaming();
+                        let is_stream = client_streams || method.server_streaming();
+                        methods.add(&full, method.name(), is_stream, client_streams);
                     }
                 }
             }
@@ -96,7 +100,7 @@ impl Methods {
         methods
     }
 
-    fn add(&mut self, service: &str, name: &str, is_stream: bool) {
+    fn add(&mut self, service: &str, name: &str, is_stream: bool, client_streams: bool) {
         let at = self.all.len();
         if self.by_path.insert(format!("/{service}/{name}"), at).is_some() {
             return;
@@ -108,7 +112,7 @@ impl Methods {
             true => Streams::Yes,
         };
         let (service, name) = (service.to_owned(), name.to_owned());
-        self.all.push(Method { at, service, name, streams });
+        self.all.push(Method { at, service, name, streams, client_streams });
     }
 }
 

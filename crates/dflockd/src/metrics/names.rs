@@ -91,6 +91,8 @@ metrics! {
         "Connections, sessions, streams and waiting requests that ended because their token was dropped"
     FOREIGN_PROTOCOLS Counter Always "dflockd_foreign_protocol_total" ["protocol"]
         "Connections that spoke HTTP or TLS to the port of the line protocol and were closed"
+    SLOW_READERS Counter Always "dflockd_slow_readers_closed_total" ["door"]
+        "Connections and streams that were closed because their client did not take in what waited for it"
     OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []

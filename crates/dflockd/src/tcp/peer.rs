@@ -23,6 +23,9 @@ use crate::connection::{Connection, Inbox, Message};
 
 /// Output buffers larger than this are not kept for reuse.
 const SPARE_BYTES_MAX: usize = 256 * 1024;
+/// Output buffers that a thread keeps for reuse: one for each connection that it may serve within others. More of them
+/// come back when slow readers have taken in what waited for them.
+const SPARES_MAX: usize = DEPTH_MAX as usize + 1;
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// How long a full reader is waited for while another thread serves it.
 const PATIENCE: Duration = Duration::from_millis(5);
@@ -277,19 +280,14 @@ impl Peer {
 
     /// Lends one of the thread's buffers to the connection, and writes.
     fn with_output(&self, talk: &mut Talk, act: impl FnOnce(&mut Talk)) {
-        let keep = |buffer: Vec<u8>| {
-            if (1..=SPARE_BYTES_MAX).contains(&buffer.capacity()) {
-                OUTPUTS.with_borrow_mut(|spare| spare.push(buffer));
-            }
-        };
         let mut buffer = OUTPUTS.with_borrow_mut(Vec::pop).unwrap_or_default();
         talk.connection.lend_output(&mut buffer);
         // It may still have one of its own, which is taken back from it in the end.
-        keep(std::mem::take(&mut buffer));
+        keep_spare(std::mem::take(&mut buffer));
         act(talk);
         self.flush(talk);
         talk.connection.return_output(&mut buffer);
-        keep(buffer);
+        keep_spare(buffer);
     }
 
     /// Writes as much as the socket takes. Requests that waited only for that are executed.
@@ -437,6 +435,17 @@ impl Talk {
     }
 }
 
+/// Keeps an output buffer for the next connection that this thread serves, if it has not enough of them.
+fn keep_spare(buffer: Vec<u8>) {
+    if (1..=SPARE_BYTES_MAX).contains(&buffer.capacity()) {
+        OUTPUTS.with_borrow_mut(|spares| {
+            if spares.len() < SPARES_MAX {
+                spares.push(buffer);
+            }
+        });
+    }
+}
+
 /// One more connection is being served within another.
 struct Deeper;
 
@@ -466,5 +475,24 @@ impl Write for Socket<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// GUARANTEES 48: what a thread keeps for reuse is bounded in number and in bytes.
+    #[test]
+    fn spare_buffers_are_few_and_small() {
+        for _ in 0..10_000 {
+            keep_spare(Vec::with_capacity(SPARE_BYTES_MAX));
+        }
+        keep_spare(Vec::with_capacity(SPARE_BYTES_MAX + 1));
+        keep_spare(Vec::new());
+        let spares = OUTPUTS.take();
+        assert_eq!(spares.len(), SPARES_MAX);
+        let bytes: usize = spares.iter().map(Vec::capacity).sum();
+        assert!(bytes <= SPARES_MAX * SPARE_BYTES_MAX, "{bytes} bytes");
     }
 }

@@ -5,8 +5,8 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use dflockd_wire::grpc::{
-    AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, Reason, SetRequest,
-    SubscribeRequest, Subscription, WatchRequest,
+    AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, RangeRequest, Reason,
+    SetRequest, SubscribeRequest, Subscription, WatchRequest,
 };
 use prost::Message;
 use tonic::Code;
@@ -336,5 +336,130 @@ async fn a_call_says_that_it_is_one() {
         let get = GetCounterRequest { key: "c".into() };
         let value = link.counters().get(get).await.unwrap().into_inner().value;
         assert_eq!(value, sum, "{kind}");
+    }
+}
+
+/// A frame of HTTP/2.
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// The head of a call, in literals without indexing.
+fn head(path: &str) -> Vec<u8> {
+    // `:method: POST` and `:scheme: http` of the static table; `:path` is its entry 4.
+    let mut head = vec![0x83, 0x86, 4, u8::try_from(path.len()).unwrap()];
+    head.extend(path.as_bytes());
+    for (name, value) in [("content-type", "application/grpc"), ("te", "trailers")] {
+        head.extend([0, u8::try_from(name.len()).unwrap()]);
+        head.extend(name.as_bytes());
+        head.push(u8::try_from(value.len()).unwrap());
+        head.extend(value.as_bytes());
+    }
+    head
+}
+
+/// GUARANTEES 48: a thousand calls that announce 2 MiB each and send eight bytes cost what has arrived, for as long as
+/// a message may take, and others are answered meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn half_messages_take_little_memory_and_end() {
+    const CALLS: u32 = 1000;
+    let site = Site::start(&["--read-timeout", "4"]);
+    let link = site.link().await;
+    link.open(0).await;
+    let before = site.server.resident_kib();
+    let mut hog = TcpStream::connect(site.grpc).unwrap();
+    hog.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut bytes = [PREFACE, &SETTINGS[..]].concat();
+    let head = head("/dflockd.v1.Kv/Set");
+    for call in 0..CALLS {
+        bytes.extend(frame(1, 4, 2 * call + 1, &head));
+        bytes.extend(frame(0, 0, 2 * call + 1, &[0, 0, 0x20, 0, 0, 1, 2, 3]));
+    }
+    hog.write_all(&bytes).unwrap();
+    let ended = tokio::task::spawn_blocking(move || {
+        // Heads of frames: each call ends with one that has the flag for that.
+        let mut ended = 0;
+        while ended < CALLS {
+            let mut head = [0; 9];
+            hog.read_exact(&mut head).expect("all calls end");
+            let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+            let mut payload = vec![0; usize::try_from(length).unwrap()];
+            hog.read_exact(&mut payload).unwrap();
+            ended += u32::from(head[3] == 1 && head[4] & 1 != 0);
+        }
+    });
+    let mut line = site.server.connect();
+    while !ended.is_finished() {
+        let asked = Instant::now();
+        assert_eq!(line.ask("ping", "_", ""), "ok");
+        link.open(0).await;
+        assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+        let more = site.server.resident_kib().saturating_sub(before) / 1024;
+        assert!(more < 100, "{more} MiB");
+        tokio::time::sleep(millis(50)).await;
+    }
+    ended.await.unwrap();
+}
+
+/// GUARANTEES 48: a client that asks for a long list again and again and takes in nothing costs what may wait for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_that_nobody_takes_in() {
+    const CALLS: u32 = 500;
+    let site = Site::start(&[]);
+    let mut line = site.server.connect();
+    let item = "x".repeat(65_000);
+    for count in 1..=300 {
+        line.check("rpush", "big", &item, &format!("ok {count}"));
+    }
+    let before = site.server.resident_kib();
+    let mut hog = TcpStream::connect(site.grpc).unwrap();
+    // As much as it likes: SETTINGS_INITIAL_WINDOW_SIZE, and the window of the connection.
+    let all = 0x7fff_ffff_u32.to_be_bytes();
+    let mut bytes = PREFACE.to_vec();
+    bytes.extend(frame(4, 0, 0, &[&[0, 4][..], &all].concat()));
+    bytes.extend(frame(8, 0, 0, &0x7fff_0000_u32.to_be_bytes()));
+    let head = head("/dflockd.v1.Lists/Range");
+    // Field 1 is the key, field 3 the last index: -1.
+    let message = [&[0x0a, 3][..], b"big", &[0x18], &[0xff; 9], &[1]].concat();
+    let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+    let message = [&[0][..], &length, &message].concat();
+    for call in 0..CALLS {
+        bytes.extend(frame(1, 4, 2 * call + 1, &head));
+        bytes.extend(frame(0, 1, 2 * call + 1, &message));
+    }
+    hog.write_all(&bytes).unwrap();
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(3) {
+        let asked = Instant::now();
+        assert_eq!(line.ask("ping", "_", ""), "ok");
+        assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+        let more = site.server.resident_kib().saturating_sub(before) / 1024;
+        assert!(more < 64, "{more} MiB");
+        tokio::time::sleep(millis(20)).await;
+    }
+}
+
+/// A long list comes in pages.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_in_pages() {
+    let site = Site::start(&[]);
+    let mut line = site.server.connect();
+    let item = "x".repeat(65_000);
+    for count in 1..=40 {
+        line.check("rpush", "q", &item, &format!("ok {count}"));
+    }
+    let link = site.link().await;
+    for (start, count) in [(0, 40), (-25, 25), (-1000, 40)] {
+        let mut seen = 0;
+        let mut next = Some(start);
+        while let Some(start) = next {
+            let request = RangeRequest { key: "q".into(), start, stop: -1 };
+            let page = link.lists().range(request).await.unwrap().into_inner();
+            assert!(page.items.len() <= 16 && !page.items.is_empty());
+            seen += page.items.len();
+            next = page.next;
+        }
+        assert_eq!(seen, count);
     }
 }

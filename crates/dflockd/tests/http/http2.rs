@@ -1,6 +1,7 @@
 //! HTTP/2, spoken with a few frames by hand: over TLS, and without it where that is wanted.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustls::ClientConfig;
 use serde_json::{Value, json};
@@ -295,4 +296,51 @@ fn nonsense_after_the_preface() {
         while client.read().is_ok_and(|frame| frame.kind != GOAWAY) {}
     }
     assert_eq!(site.get("/health").status, 200);
+}
+
+/// GUARANTEES 48: one connection that asks for a long list thirty times and takes in nothing costs what may wait for a
+/// client, and others are answered meanwhile.
+#[test]
+fn lists_that_nobody_reads() {
+    let site = Site::with_tls(&[]);
+    let item = "x".repeat(65_000);
+    let mut line = site.line();
+    for count in 1..=300 {
+        line.check("rpush", "big", &item, &format!("ok {count}"));
+    }
+    let before = site.server.resident_kib();
+    let mut hog = Second::connect(&site, &[b"h2"]).unwrap();
+    // As much as it likes: SETTINGS_INITIAL_WINDOW_SIZE, and the window of the connection.
+    let all = 0x7fff_ffff_u32.to_be_bytes();
+    hog.send(SETTINGS, 0, 0, [&[0, 4][..], &all].concat()).unwrap();
+    hog.send(WINDOW_UPDATE, 0, 0, 0x7fff_0000_u32.to_be_bytes().to_vec()).unwrap();
+    for _ in 0..30 {
+        hog.begin("GET", "/v1/lists/big", None, "");
+    }
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(3) {
+        let asked = Instant::now();
+        assert_eq!(line.ask("ping", "_", ""), "ok");
+        assert_eq!(site.get("/health").status, 200);
+        assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+        let more = site.server.resident_kib().saturating_sub(before) / 1024;
+        assert!(more < 64, "{more} MiB");
+        std::thread::sleep(millis(20));
+    }
+    // Each is answered when it is taken in, with one page.
+    let mut bodies = std::collections::BTreeMap::<u32, Vec<u8>>::new();
+    let mut ended = 0;
+    while ended < 30 {
+        let frame = hog.read().expect("a frame");
+        if frame.kind == DATA {
+            bodies.entry(frame.stream).or_default().extend(&frame.payload);
+            ended += u32::from(frame.flags & END_STREAM != 0);
+        }
+    }
+    assert_eq!(bodies.len(), 30);
+    for body in bodies.values() {
+        assert!(body.len() <= (1 << 20) + 100, "{}", body.len());
+        let body: Value = serde_json::from_slice(body).unwrap();
+        assert_eq!(body["next"], 16);
+    }
 }

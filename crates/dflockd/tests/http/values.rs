@@ -258,3 +258,38 @@ fn values_have_a_largest_size() {
     // Bytes, not characters.
     site.put("/v1/kv/v", &json!({ "value": "ü".repeat(51) })).bad();
 }
+
+/// GUARANTEES 48: a long list comes in pages, by number and by bytes, from either end.
+#[test]
+fn a_list_in_pages() {
+    let site = Site::start(&[]);
+    let mut line = site.line();
+    for n in 1..=40 {
+        let item = format!("{n:02}{}", "\u{1}".repeat(30_000));
+        line.check("rpush", "q", &item, &format!("ok {n}"));
+    }
+    for (start, first) in [("0", 1), ("-25", 16), ("-1000", 1)] {
+        let mut seen = Vec::new();
+        let mut start = start.to_owned();
+        loop {
+            let reply = site.get(&format!("/v1/lists/q?start={start}"));
+            assert!(reply.body.len() <= (1 << 20) + 100, "{}", reply.body.len());
+            let page = reply.ok();
+            let items = page["items"].as_array().unwrap();
+            assert!(!items.is_empty());
+            seen.extend(items.iter().map(|item| item.as_str().unwrap()[..2].to_owned()));
+            if page["next"].is_null() {
+                break;
+            }
+            start = page["next"].to_string();
+        }
+        let all: Vec<_> = (first..=40).map(|n| format!("{n:02}")).collect();
+        assert_eq!(seen, all);
+    }
+    let page = site.get("/v1/lists/q?start=3&stop=-2&limit=2").ok();
+    assert_eq!((page["items"].as_array().unwrap().len(), &page["next"]), (2, &json!(5)));
+    let page = site.get("/v1/lists/q?start=38&limit=2").ok();
+    assert_eq!(page["next"], json!(null));
+    assert_eq!(site.get("/v1/lists/q?limit=0").status, 400);
+    assert_eq!(site.get("/v1/lists/q?limit=10001").status, 400);
+}

@@ -373,6 +373,7 @@ fn put_undo(out: &mut Vec<u8>, item: &Item<'_>, outcome: &Outcome) {
         | Outcome::Value(_)
         | Outcome::Written(_)
         | Outcome::Items(_)
+        | Outcome::Part(_)
         | Outcome::Compacted(_)
         | Outcome::Entry { .. }
         | Outcome::Refused(_) => out.push(undo::NOTHING),
