@@ -69,6 +69,8 @@ pub struct Place(usize);
 impl Place {
     /// Where there is only one.
     pub(crate) const ANY: Self = Self(0);
+    /// For [`Memory::undo`]: nobody knows for which key it was asked.
+    pub const UNKNOWN: Self = Self(usize::MAX);
 }
 
 /// State in memory, spread over shards.
@@ -258,7 +260,10 @@ impl Memory {
 
     /// Gives back what could not be told to the one who asked for it.
     pub fn undo(&self, place: Place, outcome: &Outcome, pokes: &mut Pokes) {
-        self.apply(place.0, None, NOBODY, Command::Undo(outcome), pokes);
+        let shards = if place == Place::UNKNOWN { 0..KEY_SHARDS } else { place.0..place.0 + 1 };
+        for shard in shards {
+            self.apply(shard, None, NOBODY, Command::Undo(outcome), pokes);
+        }
     }
 
     /// Where requests for a key are executed.
