@@ -12,6 +12,7 @@ mod client {
         mod failover;
         mod harness;
         mod moves;
+        #[expect(dead_code, reason = "frames are injected in the tests of the server only")]
         #[path = "../../../../dflockd/tests/cluster/proxy.rs"]
         mod proxy;
         mod seeds;

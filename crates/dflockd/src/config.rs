@@ -2347,7 +2347,7 @@ mod tests {
                 "auth-token-file" | "admin-token-file" | "raft-auth-token-file" => token.path(),
                 "election-timeout-ms" => "2000",
                 "heartbeat-interval-ms" => "99",
-                "max-pending-bytes" => "999999",
+                "max-pending-bytes" | "max-lease-ttl" => "999999",
                 // The only boolean that needs company.
                 "require-auth" => "false",
                 _ if setting.boolean => "1",
