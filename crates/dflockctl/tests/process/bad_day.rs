@@ -281,7 +281,7 @@ fn data_directories_are_looked_into_with_care() {
     server.kill();
 
     let whole = inspect(&data).expect(0);
-    assert!(whole.out.contains("digest ok") && whole.out.contains("version     1"), "{whole:?}");
+    assert!(whole.out.contains("digest ok") && whole.out.contains("version     2"), "{whole:?}");
     let dry = force(&data, "--dry-run").expect(0);
     assert!(dry.out.contains("cluster id: a new one"), "{dry:?}");
     let files = || fs::read_dir(&data).unwrap().map(|it| it.unwrap().path());
