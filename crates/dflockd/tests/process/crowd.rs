@@ -58,7 +58,8 @@ fn ten_thousand_idle_connections_with_a_lock_each() {
     }
     let stats = witness.stats();
     assert_eq!(stats["connections"], count + 1);
-    assert_eq!(stats["locks"].as_array().unwrap().len(), count);
+    // Not all of them by name: that would be more than an answer may have.
+    assert_eq!(stats["lock_keys"], count);
 
     drop(sockets);
     eventually("all are gone", || {
