@@ -191,12 +191,7 @@ impl Store {
     /// When to send [`Command::Tick`] if nothing else comes first.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        let due = self.deadlines.next();
-        let idle = self.next_idle_drop();
-        match (due, idle) {
-            (Some(due), Some(idle)) => Some(due.min(idle)),
-            (due, idle) => due.or(idle),
-        }
+        earlier(self.deadlines.next(), self.next_idle_drop())
     }
 
     /// The revision of the last change.
@@ -388,8 +383,9 @@ impl Store {
 
     fn next_idle_drop(&self) -> Option<Timestamp> {
         let lock = self.locks.longest_idle();
-        let values = [IdleValue::Counter, IdleValue::Kv].map(|kind| self.longest_idle(kind));
-        let since = values.into_iter().chain([lock]).flatten().min()?;
+        let counter = self.longest_idle(IdleValue::Counter);
+        let kv = self.longest_idle(IdleValue::Kv);
+        let since = earlier(lock, earlier(counter, kv))?;
         Some(self.idle_end(since))
     }
 
@@ -546,5 +542,13 @@ impl Store {
             let usage = usages.as_ref().and_then(|usages| usages(id));
             Box::new(Session::new(usage))
         })
+    }
+}
+
+/// The earlier of two instants, where there may be none.
+fn earlier(a: Option<Timestamp>, b: Option<Timestamp>) -> Option<Timestamp> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
     }
 }
