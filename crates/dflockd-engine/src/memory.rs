@@ -715,13 +715,22 @@ impl Memory {
         command: Command<'_>,
         pokes: &mut Pokes,
     ) -> Option<Option<Outcome>> {
-        let mut undeliverable = VecDeque::new();
+        let mut undeliverable = Vec::new();
         let outcome = self.apply_one(shard, by, caller, command, &mut undeliverable, pokes)?;
-        while let Some(given) = undeliverable.pop_front() {
-            let undo = Command::Undo(&given);
-            self.apply_one(shard, None, NOBODY, undo, &mut undeliverable, pokes);
+        if !undeliverable.is_empty() {
+            self.give_back(shard, undeliverable, pokes);
         }
         Some(outcome)
+    }
+
+    #[cold]
+    fn give_back(&self, shard: usize, undeliverable: Vec<Outcome>, pokes: &mut Pokes) {
+        let mut undeliverable = VecDeque::from(undeliverable);
+        while let Some(given) = undeliverable.pop_front() {
+            let mut more = Vec::new();
+            self.apply_one(shard, None, NOBODY, Command::Undo(&given), &mut more, pokes);
+            undeliverable.extend(more);
+        }
     }
 
     /// Applies a command to a shard. What it gave to those who can not be told is added to `undeliverable`.
@@ -731,7 +740,7 @@ impl Memory {
         by: Option<&Attachment>,
         caller: Caller,
         command: Command<'_>,
-        undeliverable: &mut VecDeque<Outcome>,
+        undeliverable: &mut Vec<Outcome>,
         pokes: &mut Pokes,
     ) -> Option<Option<Outcome>> {
         let mut aftermath = Aftermath::default();
@@ -774,7 +783,7 @@ impl Memory {
         for session in aftermath.laden {
             self.trim_results(&session);
         }
-        undeliverable.extend(aftermath.undo);
+        undeliverable.append(&mut aftermath.undo);
         for id in aftermath.ended {
             if let Some(session) = self.router.get(id)
                 && session.untouch(shard)
