@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dflockd_core::{
-    Caller, Command, Effect, Limits, Outcome, Push, RequestId, SessionId, Shared, Store,
-    Subscription, Timestamp, is_literal, pattern_is_valid, pattern_matches,
+    Caller, Command, Effect, Limits, Outcome, Push, RequestId, Separators, SessionId, Shared,
+    Store, Subscription, Timestamp, is_literal, pattern_is_valid, pattern_matches,
 };
 
 /// More than any seed has, so that a large input does not become slow.
@@ -42,24 +42,33 @@ pub fn run(data: &[u8]) {
 
 /// Panics if the matcher says something else than what it should.
 pub fn check_match(pattern: &[u8], subject: &[u8], matched: bool) {
-    // Where a slash separates tokens as well, the matcher is only compared with what is told.
-    if pattern.contains(&b'/') {
-        return;
-    }
-    let split = |text: &[u8]| -> Vec<Vec<u8>> {
-        text.split(|byte| *byte == b'.').map(<[u8]>::to_vec).collect()
+    let slashes = pattern.contains(&b'/');
+    let ends = |byte: &u8| *byte == b'.' || slashes && *byte == b'/';
+    // Every token with what ends it; the last one ends with the text.
+    let split = |text: &[u8]| -> Vec<(Vec<u8>, Option<u8>)> {
+        let mut tokens = vec![(Vec::new(), None)];
+        for byte in text {
+            let last = tokens.last_mut().expect("there always is one");
+            if ends(byte) {
+                last.1 = Some(*byte);
+                tokens.push((Vec::new(), None));
+            } else {
+                last.0.push(*byte);
+            }
+        }
+        tokens
     };
     let expected = obviously(&split(pattern), &split(subject));
     assert_eq!(matched, expected, "{pattern:?} and {subject:?}");
 }
 
 /// The rules as one would tell them.
-fn obviously(pattern: &[Vec<u8>], subject: &[Vec<u8>]) -> bool {
+fn obviously(pattern: &[(Vec<u8>, Option<u8>)], subject: &[(Vec<u8>, Option<u8>)]) -> bool {
     match (pattern, subject) {
         ([], []) => true,
-        ([last], [_, ..]) if last == b">" => true,
-        ([token, pattern @ ..], [word, subject @ ..]) => {
-            (token == b"*" || token == word) && obviously(pattern, subject)
+        ([(last, _)], [_, ..]) if last == b">" => true,
+        ([(token, end), pattern @ ..], [(word, word_end), subject @ ..]) => {
+            (token == b"*" || token == word) && end == word_end && obviously(pattern, subject)
         }
         _ => false,
     }
@@ -99,7 +108,7 @@ impl Game {
 
     fn subscribe(&mut self, session: u64, pattern: &[u8], join: bool) {
         // What no API lets in does not reach the store.
-        if !pattern_is_valid(pattern) {
+        if !pattern_is_valid(pattern, Separators::NEWEST) {
             return;
         }
         let mut taken = Vec::new();
@@ -131,7 +140,7 @@ impl Game {
         let mut expected = BTreeSet::new();
         for (session, patterns) in &self.patterns {
             for pattern in patterns {
-                let matched = pattern_matches(pattern, subject);
+                let matched = pattern_matches(pattern, subject, Separators::NEWEST);
                 check_match(pattern, subject, matched);
                 if is_literal(pattern) {
                     assert_eq!(matched, pattern == subject, "{pattern:?} is more than itself");

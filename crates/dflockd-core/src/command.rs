@@ -187,7 +187,7 @@ pub enum Command<'a> {
     /// Ends a subscription.
     Unsubscribe(Subscription<'a>),
 
-    /// Withdraws a blocked request of the caller's session, which is then answered `Timeout`.
+    /// Withdraws a blocked request of the caller's session, which is then answered as when its time is over.
     Cancel {
         /// Which one.
         request: RequestId,
@@ -221,6 +221,55 @@ pub enum Command<'a> {
         /// What a holder is told if the session is ended by somebody else.
         forced: bool,
     },
+}
+
+impl Command<'_> {
+    /// How long the command may wait for its answer by its own will.
+    #[must_use]
+    pub fn wait(&self) -> Span {
+        let mut copy = self.clone();
+        copy.wait_mut().map_or(Span::ZERO, |wait| *wait)
+    }
+
+    /// Makes the wait shorter by the time that went by before the command was asked for.
+    pub fn shorten_wait(&mut self, by: Span) {
+        if let Some(wait) = self.wait_mut() {
+            *wait = Span(wait.0.saturating_sub(by.0));
+        }
+    }
+
+    fn wait_mut(&mut self) -> Option<&mut Span> {
+        match self {
+            Self::Acquire { wait, .. }
+            | Self::Wait { wait, .. }
+            | Self::BarrierWait { wait, .. }
+            | Self::Pop { wait: Some(wait), .. } => Some(wait),
+            Self::Pop { wait: None, .. }
+            | Self::Enqueue { .. }
+            | Self::Release { .. }
+            | Self::Renew { .. }
+            | Self::RenewSession { .. }
+            | Self::ForceRelease { .. }
+            | Self::Add { .. }
+            | Self::CounterSet { .. }
+            | Self::KvSet { .. }
+            | Self::KvDelete { .. }
+            | Self::KvCompareAndSet { .. }
+            | Self::Push { .. }
+            | Self::Signal { .. }
+            | Self::Subscribe(_)
+            | Self::Unsubscribe(_)
+            | Self::Cancel { .. }
+            | Self::Acknowledge { .. }
+            | Self::Undo(_)
+            | Self::Tick
+            | Self::NewTerm
+            | Self::Detach { .. }
+            | Self::Attach
+            | Self::Orphan { .. }
+            | Self::EndSession { .. } => None,
+        }
+    }
 }
 
 /// What a compare-and-set expects to find.

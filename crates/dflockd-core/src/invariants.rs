@@ -317,8 +317,9 @@ impl Store {
             ensure!(own == session.subscribed, "subscriptions of {id:?} are miscounted");
         }
         ensure!(all == self.subscriptions.volume, "subscriptions are miscounted");
+        let separators = self.limits.separators();
         for (pattern, listeners) in self.subscriptions.signals.iter() {
-            ensure!(pattern::is_valid(pattern), "{pattern:?} is no pattern");
+            ensure!(pattern::is_valid(pattern, separators), "{pattern:?} is no pattern");
             listed += listeners.alone.len();
             for members in listeners.groups.values() {
                 ensure!(members.turn < members.sessions.len(), "{pattern:?} has a lost turn");
@@ -326,7 +327,7 @@ impl Store {
             }
         }
         for (pattern, sessions) in self.subscriptions.watches.iter() {
-            ensure!(pattern::is_valid(pattern), "{pattern:?} is no pattern");
+            ensure!(pattern::is_valid(pattern, separators), "{pattern:?} is no pattern");
             listed += sessions.len();
         }
         for (key, sessions) in &self.observers.0 {

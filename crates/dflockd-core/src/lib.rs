@@ -46,7 +46,8 @@ pub use effect::{
 };
 pub use list::RANGE_BYTES_MAX;
 pub use pattern::{
-    is_literal, is_valid as pattern_is_valid, matches as pattern_matches, tokens as pattern_tokens,
+    Separators, is_literal, is_valid as pattern_is_valid, matches as pattern_matches,
+    tokens as pattern_tokens,
 };
 pub use session::{Progress, Usage};
 pub use shared::Shared;

@@ -437,8 +437,15 @@ impl Store {
         request: RequestId,
         effects: &mut Vec<Effect>,
     ) {
+        let outcome =
+            match self.sessions.get(&session).and_then(|owner| owner.blocked.get(&request)) {
+                // As if its time were over: there was nothing to pop.
+                Some(Blocked::Pop { .. }) if self.limits.follows(2) => Outcome::Empty,
+                Some(_) => Outcome::Timeout,
+                None => return,
+            };
         if self.withdraw(session, request, effects) {
-            self.answer(session, request, Outcome::Timeout, effects);
+            self.answer(session, request, outcome, effects);
         }
     }
 
@@ -571,6 +578,16 @@ impl Store {
             self.sessions.keys().copied().filter(|id| range.contains(id)).collect();
         ids.sort_unstable();
         ids
+    }
+
+    /// The sessions that hold or wait for something, in no order.
+    pub fn busy_sessions(&self) -> impl Iterator<Item = SessionId> + '_ {
+        let is_busy = |owner: &Session| {
+            !owner.holds.is_empty()
+                || !owner.blocked.is_empty()
+                || owner.enqueued.len() > owner.notes.len()
+        };
+        self.sessions.iter().filter(move |(_, owner)| is_busy(owner)).map(|(&id, _)| id)
     }
 
     /// Whether a session listens to anything.

@@ -18,7 +18,7 @@ use crate::election::Observers;
 use crate::kv::KvEntry;
 use crate::list::List;
 use crate::lock::{EndOfHold, Locks};
-use crate::pattern;
+use crate::pattern::{self, Separators};
 use crate::session::{Session, Usage};
 use crate::shared::Shared;
 use crate::subscription::Subscriptions;
@@ -208,6 +208,7 @@ impl Store {
     pub fn changes(
         &self,
         pattern: &[u8],
+        separators: Separators,
         after: Revision,
         upto: Revision,
         max: usize,
@@ -217,7 +218,7 @@ impl Store {
         }
         let first = self.changes.partition_point(|change| change.revision <= after);
         let changes = self.changes.range(first..).take_while(|change| change.revision <= upto);
-        let matching = changes.filter(|change| pattern::matches(pattern, &change.key));
+        let matching = changes.filter(|change| pattern::matches(pattern, &change.key, separators));
         Ok(matching.take(max).cloned().collect())
     }
 
@@ -509,7 +510,7 @@ impl Store {
             }
         }
         let change = Change { revision, event, key: key.clone() };
-        for session in self.subscriptions.watchers(key, &self.shared) {
+        for session in self.subscriptions.watchers(key, self.limits.separators(), &self.shared) {
             let push = Push::Change(change.clone());
             effects.push(Effect::Push { session, push, group: None });
         }

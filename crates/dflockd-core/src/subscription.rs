@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::bugs::{Bug, bug};
 use crate::command::Subscription;
 use crate::effect::{Effect, Group, LeaderEvent, Outcome, Push, Refusal};
-use crate::pattern::{self, PatternIndex};
+use crate::pattern::{self, PatternIndex, Separators};
 use crate::shared::Shared;
 use crate::store::Store;
 use crate::types::{Bytes, Limits, Revision, SessionId, Space};
@@ -134,15 +134,20 @@ impl Subscriptions {
     }
 
     /// The sessions that watch a key, each once.
-    pub(crate) fn watchers(&self, key: &[u8], shared: &Shared) -> BTreeSet<SessionId> {
+    pub(crate) fn watchers(
+        &self,
+        key: &[u8],
+        separators: Separators,
+        shared: &Shared,
+    ) -> BTreeSet<SessionId> {
         let mut watchers = BTreeSet::new();
         if !self.watches.is_empty() {
-            self.watches.find(key, &mut watchers);
+            self.watches.find(key, separators, &mut watchers);
         }
         if shared.wild_watches() > 0
             && let Some(watches) = &self.shared_watches
         {
-            watches.read(&mut |index| index.find(key, &mut watchers));
+            watches.read(&mut |index| index.find(key, separators, &mut watchers));
         }
         watchers
     }
@@ -153,10 +158,10 @@ impl Subscriptions {
     }
 }
 
-fn is_valid(subscription: Subscription<'_>) -> bool {
+fn is_valid(subscription: Subscription<'_>, limits: &Limits) -> bool {
     match subscription {
         Subscription::Signals { pattern, .. } | Subscription::Changes { pattern, .. } => {
-            pattern::is_valid(pattern)
+            pattern::is_valid(pattern, limits.separators())
         }
         Subscription::Leaders { .. } => true,
     }
@@ -167,7 +172,7 @@ fn is_short(subscription: Subscription<'_>, limits: &Limits) -> bool {
     match subscription {
         Subscription::Signals { pattern, .. } | Subscription::Changes { pattern, .. } => {
             let tokens_max = limits.pattern_tokens_max;
-            tokens_max == 0 || pattern::tokens(pattern) <= tokens_max
+            tokens_max == 0 || pattern::tokens(pattern, limits.separators()) <= tokens_max
         }
         Subscription::Leaders { .. } => true,
     }
@@ -185,7 +190,7 @@ impl Store {
         subscription: Subscription<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
-        if !is_valid(subscription) || !is_short(subscription, &self.limits) {
+        if !is_valid(subscription, &self.limits) || !is_short(subscription, &self.limits) {
             return Outcome::Refused(Refusal::BadPattern);
         }
         let owned = Owned::from(subscription);
@@ -219,7 +224,7 @@ impl Store {
         session: SessionId,
         subscription: Subscription<'_>,
     ) -> Outcome {
-        if !is_valid(subscription) {
+        if !is_valid(subscription, &self.limits) {
             return Outcome::Refused(Refusal::BadPattern);
         }
         let owned = Owned::from(subscription);
@@ -289,7 +294,7 @@ impl Store {
         if self.subscriptions.signals.is_empty() {
             return Outcome::Number(0);
         }
-        let patterns = self.subscriptions.signals.find(channel);
+        let patterns = self.subscriptions.signals.find(channel, self.limits.separators());
         let (channel, payload) = (Bytes::from(channel), Bytes::from(payload));
         let push = || Push::Signal { channel: channel.clone(), payload: payload.clone() };
         let mut copies = 0;
@@ -400,7 +405,8 @@ impl Store {
         effects: &mut Vec<Effect>,
     ) -> Result<(), Revision> {
         let after = Revision(from.0.saturating_sub(1));
-        for change in self.changes(pattern, after, self.revision(), usize::MAX)? {
+        let separators = self.limits.separators();
+        for change in self.changes(pattern, separators, after, self.revision(), usize::MAX)? {
             let push = Push::Change(change);
             effects.push(Effect::Push { session, push, group: None });
         }

@@ -7,6 +7,8 @@ use core::ops::{Add, Deref};
 
 use serde::{Deserialize, Serialize};
 
+use crate::pattern::Separators;
+
 /// An instant in nanoseconds of the clock that stamps commands. Where it starts is up to the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Timestamp(pub u64);
@@ -270,6 +272,12 @@ impl Limits {
     #[must_use]
     pub fn follows(&self, version: u32) -> bool {
         self.rules.max(1) >= version
+    }
+
+    /// What ends a token of a pattern.
+    #[must_use]
+    pub fn separators(&self) -> Separators {
+        if self.follows(2) { Separators::DotsAndSlashes } else { Separators::Dots }
     }
 
     /// What version 1 does not write.

@@ -4,7 +4,7 @@
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
-use crate::pattern::PatternIndex;
+use crate::pattern::{PatternIndex, Separators};
 use crate::types::{Bytes, SessionId};
 use crate::view::ChannelView;
 
@@ -53,8 +53,13 @@ impl WatchIndex {
     }
 
     /// Adds the sessions that watch a key.
-    pub(crate) fn find(&self, key: &[u8], watchers: &mut BTreeSet<SessionId>) {
-        let patterns = self.0.find(key);
+    pub(crate) fn find(
+        &self,
+        key: &[u8],
+        separators: Separators,
+        watchers: &mut BTreeSet<SessionId>,
+    ) {
+        let patterns = self.0.find(key, separators);
         watchers.extend(patterns.iter().filter_map(|pattern| self.0.get(pattern)).flatten());
     }
 

@@ -1,14 +1,16 @@
 //! The two engines behind one face.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use dflockd_core::{
     Bytes, Change, Command, Contention, KeyView, Listed, LockPage, LockView, Outcome, Query,
-    Refusal, RequestId, Revision, SessionId, SessionView, Store, Survey, Tally,
+    Refusal, RequestId, Revision, Separators, SessionId, SessionView, Store, Survey, Tally,
 };
 
 use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
+use crate::replica::machine::Machine;
 use crate::replica::types::Action;
 use crate::replicated::Replicated;
 use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
@@ -222,6 +224,18 @@ impl Engine {
         }
     }
 
+    /// The sessions that hold or wait for something, all requests seen that were made here before. None if nobody can
+    /// say. May take a while.
+    pub fn busy_sessions(&self) -> Option<HashSet<SessionId>> {
+        match self {
+            Self::Memory(memory) => Some(memory.busy_sessions()),
+            Self::Replicated(member) => {
+                let busy = |machine: &Machine| Some(machine.store()?.busy_sessions().collect());
+                member.look(true, busy).flatten()
+            }
+        }
+    }
+
     /// What has happened here and how much there is. None if this process keeps no state or can not say. May take a
     /// while, but not longer for a million locks than for one.
     pub fn tally(&self) -> Option<Tally> {
@@ -284,7 +298,7 @@ impl Engine {
                         // Of a cluster that was restored from a backup, or this node is behind.
                         return Ok((Vec::new(), after));
                     }
-                    let changes = store.changes(&pattern, after, upto, max)?;
+                    let changes = store.changes(&pattern, Separators::NEWEST, after, upto, max)?;
                     let full = changes.len() == max;
                     let last = changes.last().map(|change| change.revision);
                     Ok((changes, last.filter(|_| full).unwrap_or(upto)))
@@ -303,7 +317,7 @@ impl Engine {
                 let pattern = pattern.to_vec();
                 let recent = move |store: &Store| {
                     let (after, upto) = (store.forgotten(), store.revision());
-                    let kept = store.changes(&pattern, after, upto, usize::MAX);
+                    let kept = store.changes(&pattern, Separators::NEWEST, after, upto, usize::MAX);
                     let mut changes = kept.unwrap_or_default();
                     changes.drain(..changes.len().saturating_sub(max));
                     changes

@@ -4,7 +4,7 @@
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
 //! watch of one key lives in that key's shard as well; a watch with wildcards is beside the shards, once for all.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use dflockd_core::{
     Bytes, Caller, Change, Command, Contention, Effect, Idle, KeyView, Limits, Listed, LockPage,
-    LockView, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, SessionView, Shared,
-    SharedWatches, Span, Store, Subscription, Survey, Tally, Timestamp, Usages, WatchIndex,
-    is_literal,
+    LockView, Outcome, Push, Query, Refusal, RequestId, Revision, Separators, SessionId,
+    SessionView, Shared, SharedWatches, Span, Store, Subscription, Survey, Tally, Timestamp,
+    Usages, WatchIndex, is_literal,
 };
 use foldhash::fast::FixedState;
 use parking_lot::{Mutex, MutexGuard, RwLock};
@@ -316,7 +316,7 @@ impl Memory {
         let mut gone = after;
         for shard in shards {
             let state = self.shards[shard].state.lock();
-            match state.store.changes(pattern, after, upto, max) {
+            match state.store.changes(pattern, Separators::NEWEST, after, upto, max) {
                 Ok(kept) => changes.extend(kept),
                 Err(forgotten) => gone = gone.max(forgotten),
             }
@@ -328,6 +328,15 @@ impl Memory {
         changes.truncate(max);
         let upto = if changes.len() < max { upto } else { changes[max - 1].revision };
         Ok((changes, upto))
+    }
+
+    /// The sessions that hold or wait for something.
+    pub fn busy_sessions(&self) -> HashSet<SessionId> {
+        let mut busy = HashSet::new();
+        for shard in &self.shards {
+            busy.extend(shard.state.lock().store.busy_sessions());
+        }
+        busy
     }
 
     /// What has happened and how much there is; no shard is locked for longer than it takes to copy some numbers.
@@ -359,7 +368,10 @@ impl Memory {
             let forgotten = state.store.forgotten();
             gone = gone.max(forgotten);
             changes.extend(
-                state.store.changes(pattern, forgotten, upto, usize::MAX).unwrap_or_default(),
+                state
+                    .store
+                    .changes(pattern, Separators::NEWEST, forgotten, upto, usize::MAX)
+                    .unwrap_or_default(),
             );
         }
         changes.retain(|change| change.revision > gone);

@@ -425,7 +425,7 @@ impl Replicated {
             return refused;
         }
         let answered = !matches!(command, Command::Acknowledge { .. } | Command::Cancel { .. });
-        let wait = answered.then(|| wait_of(&command));
+        let wait = answered.then(|| command.wait());
         if !self.put(by, request, keep, Action::Command(command), wait) {
             return self.too_much(keep);
         }
@@ -1188,39 +1188,5 @@ impl Replicated {
             }
         };
         self.reply(by, request, outcome, false, pokes);
-    }
-}
-
-/// How long a command may wait for its answer by its own will.
-fn wait_of(command: &Command<'_>) -> Span {
-    match *command {
-        Command::Acquire { wait, .. }
-        | Command::Wait { wait, .. }
-        | Command::BarrierWait { wait, .. }
-        | Command::Pop { wait: Some(wait), .. } => wait,
-        Command::Pop { wait: None, .. }
-        | Command::Enqueue { .. }
-        | Command::Release { .. }
-        | Command::Renew { .. }
-        | Command::RenewSession { .. }
-        | Command::ForceRelease { .. }
-        | Command::Add { .. }
-        | Command::CounterSet { .. }
-        | Command::KvSet { .. }
-        | Command::KvDelete { .. }
-        | Command::KvCompareAndSet { .. }
-        | Command::Push { .. }
-        | Command::Signal { .. }
-        | Command::Subscribe(_)
-        | Command::Unsubscribe(_)
-        | Command::Cancel { .. }
-        | Command::Acknowledge { .. }
-        | Command::Undo(_)
-        | Command::Tick
-        | Command::NewTerm
-        | Command::Detach { .. }
-        | Command::Attach
-        | Command::Orphan { .. }
-        | Command::EndSession { .. } => Span::ZERO,
     }
 }

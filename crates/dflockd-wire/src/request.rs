@@ -7,7 +7,7 @@
 use core::fmt;
 use core::time::Duration;
 
-use memchr::{memchr, memchr_iter, memchr2};
+use memchr::{memchr, memchr2, memchr2_iter};
 
 use crate::line::Frame;
 use crate::op::{LONG_BYTES_MAX, Op};
@@ -731,10 +731,11 @@ pub fn key_is_valid(key: &[u8]) -> bool {
 /// Tokens of a pattern.
 pub const PATTERN_TOKENS_MAX: usize = 16;
 
-/// Whether `pattern` is one of at most 16 dot-separated tokens where `*` and `>` stand alone and `>` is last.
+/// Whether `pattern` is one of at most 16 tokens where `*` and `>` stand alone and `>` is last. Dots separate tokens,
+/// and so do slashes.
 #[must_use]
 pub fn pattern_is_valid(pattern: &[u8]) -> bool {
-    memchr_iter(b'.', pattern).count() < PATTERN_TOKENS_MAX && is_pattern(pattern)
+    memchr2_iter(b'.', b'/', pattern).count() < PATTERN_TOKENS_MAX && is_pattern(pattern)
 }
 
 /// Whether `pattern` is one of any length.
@@ -742,7 +743,7 @@ fn is_pattern(pattern: &[u8]) -> bool {
     if pattern.is_empty() {
         return false;
     }
-    let mut tokens = pattern.split(|byte| *byte == b'.').peekable();
+    let mut tokens = pattern.split(|byte| matches!(byte, b'.' | b'/')).peekable();
     while let Some(token) = tokens.next() {
         let valid = match token {
             b"*" => true,

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_core::{Change, Refusal, Revision, pattern_matches};
+use dflockd_core::{Change, Refusal, Revision, Separators, pattern_matches};
 use dflockd_engine::Engine;
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -186,7 +186,9 @@ impl Follower {
             if self.after >= latest.after {
                 let first = latest.changes.partition_point(|change| change.revision <= self.after);
                 let news = latest.changes.range(first..);
-                let matching = news.filter(|change| pattern_matches(&self.pattern, &change.key));
+                let matching = news.filter(|change| {
+                    pattern_matches(&self.pattern, &change.key, Separators::NEWEST)
+                });
                 let changes: Vec<_> = matching.take(BATCH_MAX).cloned().collect();
                 self.after = match changes.last() {
                     Some(last) if changes.len() == BATCH_MAX => last.revision,

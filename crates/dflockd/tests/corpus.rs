@@ -136,6 +136,9 @@ fn canary() {
     assert!(panics(&|| entry::check_same(&one, &other)));
 
     pattern::check_match(b"a.*", b"a.b", true);
+    pattern::check_match(b"a/*", b"a/b", true);
+    assert!(panics(&|| pattern::check_match(b"a/*", b"a/b/c", true)));
+    assert!(panics(&|| pattern::check_match(b"a/*", b"a.b", true)));
     assert!(panics(&|| pattern::check_match(b"a.*", b"a.b", false)));
     assert!(panics(&|| pattern::check_match(b"a.>", b"a", true)));
 

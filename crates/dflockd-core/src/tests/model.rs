@@ -498,7 +498,7 @@ impl Model {
             Command::Subscribe(subscription) => Some(self.subscribe(session, subscription)),
             Command::Unsubscribe(subscription) => {
                 let topic = topic_of(subscription);
-                Some(if topic.is_well_formed() {
+                Some(if topic.is_well_formed(self.limits.rules >= 2) {
                     self.unsubscribe(session, &topic);
                     Outcome::Done
                 } else {
@@ -507,7 +507,16 @@ impl Model {
             }
             Command::Cancel { request } => {
                 keep = false;
-                self.withdraw(session, request, Some(Outcome::Timeout));
+                let mut of_it = self.blocked.iter();
+                let is_pop = of_it.any(|blocked| {
+                    (blocked.session, blocked.request) == (session, request)
+                        && matches!(blocked.on, On::Pop(_))
+                });
+                let outcome = match is_pop && self.limits.rules >= 2 {
+                    true => Outcome::Empty,
+                    false => Outcome::Timeout,
+                };
+                self.withdraw(session, request, Some(outcome));
                 Some(Outcome::Done)
             }
             Command::Acknowledge { up_to } => {
@@ -1309,9 +1318,9 @@ impl Model {
     }
 
     fn subscribe(&mut self, session: SessionId, subscription: Subscription<'_>) -> Outcome {
-        let topic = topic_of(subscription);
-        if !topic.is_well_formed() || topic.tokens() > or_unlimited(self.limits.pattern_tokens_max)
-        {
+        let (topic, slashes) = (topic_of(subscription), self.limits.rules >= 2);
+        let tokens_max = or_unlimited(self.limits.pattern_tokens_max);
+        if !topic.is_well_formed(slashes) || topic.tokens(slashes) > tokens_max {
             return Outcome::Refused(Refusal::BadPattern);
         }
         let topics = self.topics_of(session);
@@ -1336,7 +1345,7 @@ impl Model {
                 return Outcome::Compacted(compacted);
             }
             for change in self.ring.clone() {
-                if change.revision >= from && matches(pattern, &change.key) {
+                if change.revision >= from && matches(pattern, &change.key, slashes) {
                     self.push(session, Push::Change(change));
                 }
             }
@@ -1380,9 +1389,11 @@ impl Model {
         let push = Push::Signal { channel: channel.into(), payload: payload.into() };
         let mut copies = 0;
         let mut served: BTreeSet<SessionId> = BTreeSet::new();
+        let slashes = self.limits.rules >= 2;
         for exact in [true, false] {
-            let listened =
-                |pattern: &Bytes| exact == (**pattern == *channel) && matches(pattern, channel);
+            let listened = |pattern: &Bytes| {
+                exact == (**pattern == *channel) && matches(pattern, channel, slashes)
+            };
             let alone = self.sessions_with(|topic| match topic {
                 Topic::Signals { pattern, group } => group.is_empty() && listened(pattern),
                 Topic::Changes { .. } | Topic::Leaders { .. } => false,
@@ -1423,8 +1434,9 @@ impl Model {
         if count(self.ring.len()).unsigned_abs() > self.limits.events_max {
             self.ring.remove(0);
         }
+        let slashes = self.limits.rules >= 2;
         let watchers = self.sessions_with(|topic| match topic {
-            Topic::Changes { pattern } => matches(pattern, key),
+            Topic::Changes { pattern } => matches(pattern, key, slashes),
             Topic::Signals { .. } | Topic::Leaders { .. } => false,
         });
         for session in watchers {
@@ -1447,10 +1459,10 @@ impl Lock {
 }
 
 impl Topic {
-    fn tokens(&self) -> u64 {
+    fn tokens(&self, slashes: bool) -> u64 {
         match self {
             Self::Signals { pattern, .. } | Self::Changes { pattern } => {
-                count(pattern.split(|byte| *byte == b'.').count()).unsigned_abs()
+                count(words(pattern, slashes && pattern.contains(&b'/')).len()).unsigned_abs()
             }
             Self::Leaders { .. } => 1,
         }
@@ -1464,9 +1476,11 @@ impl Topic {
         count(bytes).unsigned_abs()
     }
 
-    fn is_well_formed(&self) -> bool {
+    fn is_well_formed(&self, slashes: bool) -> bool {
         match self {
-            Self::Signals { pattern, .. } | Self::Changes { pattern } => is_well_formed(pattern),
+            Self::Signals { pattern, .. } | Self::Changes { pattern } => {
+                is_well_formed(pattern, slashes)
+            }
             Self::Leaders { .. } => true,
         }
     }
@@ -1545,31 +1559,43 @@ fn is_wildcard(byte: u8) -> bool {
     byte == b'*' || byte == b'>'
 }
 
-fn is_well_formed(pattern: &[u8]) -> bool {
-    let tokens: Vec<&[u8]> = pattern.split(|byte| *byte == b'.').collect();
-    tokens.iter().enumerate().all(|(index, token)| match *token {
+/// The tokens of a text, each with what ends it. Slashes end a token if they are to.
+fn words(text: &[u8], slashes: bool) -> Vec<(&[u8], Option<u8>)> {
+    let ends = |byte: &u8| *byte == b'.' || slashes && *byte == b'/';
+    let tokens = text.split_inclusive(ends).map(|token| match token.split_last() {
+        Some((end, token)) if ends(end) => (token, Some(*end)),
+        _ => (token, None),
+    });
+    let mut tokens: Vec<_> = tokens.collect();
+    if tokens.last().is_none_or(|(_, end)| end.is_some()) {
+        tokens.push((b"", None));
+    }
+    tokens
+}
+
+/// Whether slashes end tokens is asked for; they do so in a pattern that has one.
+fn is_well_formed(pattern: &[u8], slashes: bool) -> bool {
+    let tokens = words(pattern, slashes && pattern.contains(&b'/'));
+    tokens.iter().enumerate().all(|(index, (token, _))| match *token {
         b"*" => true,
         b">" => index + 1 == tokens.len(),
         _ => !token.iter().any(|byte| is_wildcard(*byte)),
     })
 }
 
-fn matches(pattern: &[u8], key: &[u8]) -> bool {
-    let mut tokens = key.split(|byte| *byte == b'.');
-    for wanted in pattern.split(|byte| *byte == b'.') {
-        let found = tokens.next();
-        match (wanted, found) {
-            (_, None) => return false,
-            (b">", Some(_)) => return true,
-            (b"*", Some(_)) => {}
-            (_, Some(token)) => {
-                if wanted != token {
-                    return false;
-                }
-            }
-        }
+fn matches(pattern: &[u8], key: &[u8], slashes: bool) -> bool {
+    let slashes = slashes && pattern.contains(&b'/');
+    let (wanted, found) = (words(pattern, slashes), words(key, slashes));
+    let fit = |wanted: &[(&[u8], Option<u8>)]| {
+        let pairs = wanted.iter().zip(&found);
+        pairs
+            .into_iter()
+            .all(|(wanted, found)| (wanted.0 == b"*" || wanted.0 == found.0) && wanted.1 == found.1)
+    };
+    match wanted.as_slice() {
+        [before @ .., (b">", None)] => before.len() < found.len() && fit(before),
+        all => all.len() == found.len() && fit(all),
     }
-    tokens.next().is_none()
 }
 
 fn count(length: usize) -> i64 {

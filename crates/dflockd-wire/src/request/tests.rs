@@ -302,14 +302,16 @@ fn barriers() {
 
 #[test]
 fn patterns() {
-    for valid in ["a", "*", ">", "a.*", "a.>", "*.*.>", "a..b", ".", "a.", "*."] {
+    for valid in
+        ["a", "*", ">", "a.*", "a.>", "*.*.>", "a..b", ".", "a.", "*.", "a/*", "a/>", "*/b.*", "/"]
+    {
         assert!(pattern_is_valid(valid.as_bytes()), "{valid}");
         let pattern = valid.as_bytes();
         check(format!("watch\n{valid}\n\n"), Request::Watch { pattern });
         check(format!("unwatch\n{valid}\n\n"), Request::Unwatch { pattern });
         check(format!("unlisten\n{valid}\n\n"), Request::Unlisten { pattern, group: b"" });
     }
-    for malformed in ["a*", "*a", "**", "a.b>", ">>", ">.a", "a.>.b", "a.>.", "*>"] {
+    for malformed in ["a*", "*a", "**", "a.b>", ">>", ">.a", "a.>.b", "a.>.", "*>", "a/b*", ">/a"] {
         assert!(!pattern_is_valid(malformed.as_bytes()), "{malformed}");
         for name in ["listen", "unlisten", "watch", "unwatch"] {
             check_error(format!("{name}\n{malformed}\n\n"), 5);

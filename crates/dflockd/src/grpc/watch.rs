@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_core::{Change as CoreChange, Event, Revision, pattern_matches};
+use dflockd_core::{Change as CoreChange, Event, Revision, Separators, pattern_matches};
 use dflockd_engine::Door;
 use dflockd_wire::grpc::watch_server::Watch;
 use dflockd_wire::grpc::{Change, ChangeKind, Reason, WatchRequest, WatchResponse};
@@ -145,7 +145,8 @@ impl Filter {
         let chosen = changes.iter().filter_map(|change| {
             let kind = kind_of(change.event);
             let is_wanted = self.kinds.is_empty() || self.kinds.contains(&kind);
-            let matches = |pattern: &Vec<u8>| pattern_matches(pattern, &change.key);
+            let matches =
+                |pattern: &Vec<u8>| pattern_matches(pattern, &change.key, Separators::NEWEST);
             (is_wanted && self.patterns.iter().any(matches)).then(|| Change {
                 revision: change.revision.0,
                 kind: kind.into(),
