@@ -117,7 +117,10 @@ impl From<Error> for Failure {
 fn refused(code: ErrorCode) -> Status {
     match code {
         ErrorCode::Auth => Status::Denied,
-        ErrorCode::Draining | ErrorCode::NotLeader | ErrorCode::Unknown => Status::Unreachable,
+        ErrorCode::Draining
+        | ErrorCode::NotLeader
+        | ErrorCode::Unknown
+        | ErrorCode::Unavailable => Status::Unreachable,
         ErrorCode::MaxLocks | ErrorCode::MaxWaiters => Status::NotAcquired,
         ErrorCode::Error
         | ErrorCode::LimitMismatch
@@ -140,6 +143,7 @@ fn advice(code: ErrorCode) -> &'static str {
         }
         ErrorCode::Draining => "the server shuts down; try again when it is back",
         ErrorCode::NotLeader => "ask another server",
+        ErrorCode::Unavailable => "no server could decide; nothing was done, try again",
         ErrorCode::Unknown => "it may have been done; look with `dflockctl show KEY`",
         ErrorCode::MaxLocks => "the server holds as many locks as --max-locks allows",
         ErrorCode::MaxWaiters => "the queue is as long as --max-waiters allows; try again later",

@@ -111,7 +111,10 @@ async fn acquire(
         // Asking twice does no harm: the place of a request that is given up is given up with it.
         let again = matches!(
             error,
-            Error::Unknown { .. } | Error::Refused(ErrorCode::Draining | ErrorCode::NotLeader)
+            Error::Unknown { .. }
+                | Error::Refused(
+                    ErrorCode::Draining | ErrorCode::NotLeader | ErrorCode::Unavailable
+                )
         );
         if !again || wait.is_some_and(|wait| begun_at.elapsed() >= wait) {
             return Err(error.into());

@@ -174,8 +174,8 @@ fn code(reason: Reason) -> Option<ErrorCode> {
         Reason::ListFull => ErrorCode::ListFull,
         Reason::UnknownOutcome => ErrorCode::Unknown,
         Reason::NotLeader => ErrorCode::NotLeader,
-        // Nothing was done, and another member may do it.
-        Reason::Draining | Reason::Unavailable | Reason::RateLimited => ErrorCode::Draining,
+        Reason::Draining => ErrorCode::Draining,
+        Reason::Unavailable | Reason::NoFence | Reason::RateLimited => ErrorCode::Unavailable,
         Reason::Unspecified
         | Reason::BadRequest
         | Reason::NotHeld
@@ -187,7 +187,6 @@ fn code(reason: Reason) -> Option<ErrorCode> {
         | Reason::MaxSessions
         | Reason::Lagged
         | Reason::Compacted
-        | Reason::NoFence
         | Reason::NoCluster
         | Reason::ClusterRefused
         | Reason::Internal => ErrorCode::Error,
@@ -380,7 +379,7 @@ impl Conversation {
             Err(Failure::Refused(reason)) => {
                 let refused = match code(reason) {
                     None => ErrorCode::Error,
-                    Some(ErrorCode::Auth) => ErrorCode::Auth,
+                    Some(refused @ (ErrorCode::Auth | ErrorCode::Unavailable)) => refused,
                     Some(_) => ErrorCode::Unknown,
                 };
                 return self.answer(number, refused);

@@ -252,6 +252,8 @@ pub(crate) async fn keep_renewed(hold: Weak<Hold>) {
                     hold.lose(Lost::Expired);
                     return;
                 }
+                // Nobody decided: it is as much ours as before.
+                Ok(Err(Error::Refused(_))) => {}
                 Ok(Err(_)) if matches!(hold.channel, Channel::Own(_)) => {
                     // The server may have released it when the connection went.
                     hold.lose(Lost::Disconnected);

@@ -210,10 +210,12 @@ impl Pending {
             Some(Response::Error(ErrorCode::Draining)) => Some(Elsewhere::Draining),
             // At once means that the result is forgotten: no other member knows better.
             Some(Response::Error(ErrorCode::Unknown)) if kept && late => Some(Elsewhere::GivenUp),
-            Some(Response::Error(ErrorCode::Error)) if late => match self.kind {
-                Kind::Read | Kind::Probe => Some(Elsewhere::GivenUp),
-                Kind::Local | Kind::Members | Kind::Write => None,
-            },
+            Some(Response::Error(ErrorCode::Error | ErrorCode::Unavailable)) if late => {
+                match self.kind {
+                    Kind::Read | Kind::Probe => Some(Elsewhere::GivenUp),
+                    Kind::Local | Kind::Members | Kind::Write => None,
+                }
+            }
             _ => None,
         }
     }

@@ -61,6 +61,8 @@ error_codes! {
         "This member is not the leader; its address follows if it is known."
     Unknown "error_unknown"
         "The outcome could not be determined in time: the request may have taken effect."
+    Unavailable "error_unavailable"
+        "Nobody could decide the request, as without a majority: nothing was done, and it can be asked again."
     TooLarge "error_too_large"
         "The answer would have more than 1 MiB: ask for it in parts, as with `<start>` and `<stop>` of `lrange`."
 }
@@ -103,6 +105,7 @@ impl ErrorCode {
             | Self::BarrierCountMismatch
             | Self::Draining
             | Self::NotLeader
+            | Self::Unavailable
             | Self::TooLarge => false,
             Self::Unknown => true,
         }
@@ -120,7 +123,8 @@ impl ErrorCode {
             | Self::MaxKeys
             | Self::ListFull
             | Self::Draining
-            | Self::NotLeader => true,
+            | Self::NotLeader
+            | Self::Unavailable => true,
             Self::Error
             | Self::Auth
             | Self::LimitMismatch
@@ -147,7 +151,7 @@ mod tests {
             assert_eq!(spec.code.text(), spec.text);
             assert!(spec.text.starts_with("error") && spec.meaning.ends_with('.'), "{}", spec.text);
         }
-        assert_eq!(ERROR_CODES.len(), 16);
+        assert_eq!(ERROR_CODES.len(), 17);
         assert_eq!(ErrorCode::parse("error_"), None);
         assert_eq!(ErrorCode::parse(""), None);
     }

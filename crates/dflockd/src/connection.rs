@@ -55,6 +55,10 @@ const STRANGER_BYTES_MAX: usize = 4096;
 const AUTH_LINES_BYTES_MAX: usize = 1024;
 /// Attempts to attach to a session that does not exist, after which a connection is closed.
 const FAILED_ATTACHES_MAX: u8 = 10;
+/// How long at least it is tried to have a request decided before a client hears `error`, which may mean "not held".
+const DECIDE_MIN: Span = Span::from_secs(5);
+/// How long after it found nobody who could decide a request is asked again.
+const ASK_AGAIN: Span = Span::from_millis(100);
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
 const WRITE_PROGRESS: usize = 64 * 1024;
 
@@ -115,6 +119,9 @@ pub struct Connection {
     linger_until: Timestamp,
     /// Waits end because the server shuts down.
     draining: bool,
+    /// The request that is asked again as long as nobody can decide it. Only a client that has not greeted needs it:
+    /// the others have a word for that.
+    undecided: Option<Box<Undecided>>,
     /// How many requests there were.
     frames: u64,
     /// Answers that would be lost with the connection, until the output is written up to where they end.
@@ -152,6 +159,18 @@ struct Open {
     place: Option<Place>,
 }
 
+/// The last request that was not answered at once.
+#[derive(Default)]
+struct Undecided {
+    frame: Vec<u8>,
+    begun: Timestamp,
+    /// Until then nobody is told that nobody can decide.
+    until: Timestamp,
+    /// When it is asked again; none while somebody may be deciding it.
+    again_at: Option<Timestamp>,
+    is_again: bool,
+}
+
 /// Answers that another thread makes, one at a time.
 #[derive(Default)]
 struct Texts {
@@ -183,7 +202,11 @@ impl Connection {
     pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: Arc<str>) -> Self {
         let now = service.engine.clock().now();
         let phase = if service.auth.is_required() { Phase::Stranger } else { Phase::Ready };
-        let wishes = Wishes { fence: service.wire_fence, lease_status: service.wire_fence };
+        let wishes = Wishes {
+            fence: service.wire_fence,
+            lease_status: service.wire_fence,
+            ..Wishes::default()
+        };
         inbox.set_bytes_max(service.pending_bytes_max);
         let mut connection = Self {
             decoder: Decoder::new(service.value_bytes_max),
@@ -220,6 +243,7 @@ impl Connection {
             input_ended: false,
             linger_until: now,
             draining: false,
+            undecided: None,
             frames: 0,
             unwritten: VecDeque::new(),
             held_back: false,
@@ -262,7 +286,7 @@ impl Connection {
             self.resume(pokes);
         }
         let replicated = self.service.engine.replicated().is_some();
-        if self.blocked.is_some() && self.pending.len() >= UNREAD_MAX && !replicated {
+        if self.is_blocked() && self.pending.len() >= UNREAD_MAX && !replicated {
             self.log("too much input behind a blocking command");
             self.phase = Phase::Over;
         }
@@ -328,9 +352,12 @@ impl Connection {
     }
 
     /// An instant that [`Connection::next_deadline`] named may have come.
-    pub fn handle_time(&mut self) {
+    pub fn handle_time(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
         let now = self.now;
+        if self.again_at().is_some_and(|at| at <= now) {
+            self.ask_again(pokes);
+        }
         let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= now);
         if due(self.deadlines.write) {
             self.log("closed: it takes in nothing of its answers");
@@ -361,14 +388,24 @@ impl Connection {
         self.arm();
     }
 
-    /// The server is shutting down: waits end, and so does the connection if it had one.
+    /// The server is shutting down: waits end, and so does the connection if it had one, or if it has nothing that
+    /// keeps it.
     pub fn handle_drain(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
+        if self.undecided.take_if(|undecided| undecided.again_at.is_some()).is_some() {
+            self.respond(None, &Response::Error(ErrorCode::Draining));
+            self.close();
+            return self.arm();
+        }
         let open = self.open.iter().flat_map(|open| open.iter());
         let open = open.map(|(request, open)| (*request, *open));
         let mut waiting: Vec<_> = self.blocked.into_iter().chain(open).collect();
         waiting.sort_by_key(|(request, _)| *request);
         if waiting.is_empty() {
+            if !self.is_within_request() && self.service.is_idle(self.me.id()) {
+                self.close();
+                self.arm();
+            }
             return;
         }
         self.draining = true;
@@ -531,7 +568,7 @@ impl Connection {
             Phase::Stranger | Phase::Ready => {
                 let making_text = self.blocked.is_some_and(|(_, open)| open.place.is_none());
                 // Behind a log every request takes a moment, so what follows it is no abuse, but must wait.
-                let enough = self.blocked.is_some() && self.pending.len() >= UNREAD_MAX;
+                let enough = self.is_blocked() && self.pending.len() >= UNREAD_MAX;
                 let waits = self.must_write_first() || self.must_answer_first();
                 !making_text && !enough && !waits
             }
@@ -552,7 +589,8 @@ impl Connection {
         let blocked = self.blocked.as_ref().map(|(_, open)| open);
         let open = self.open.iter().flat_map(|open| open.values());
         let unprinted = self.held_back || self.inbox.is_stalled();
-        !unprinted && !blocked.into_iter().chain(open).any(comes_soon)
+        let undecided = self.again_at().is_some() && self.now < self.linger_until;
+        !unprinted && !undecided && !blocked.into_iter().chain(open).any(comes_soon)
     }
 
     /// When [`Connection::handle_time`] should be called if nothing happens before.
@@ -565,7 +603,7 @@ impl Connection {
         let lingers = self.input_ended && closing.is_none() && self.linger_until > self.now;
         let linger = lingers.then_some(self.linger_until);
         let Deadlines { read, idle, write, .. } = self.deadlines;
-        [read, idle, write, closing, linger].into_iter().flatten().min()
+        [read, idle, write, closing, linger, self.again_at()].into_iter().flatten().min()
     }
 
     /// Whether the socket can be closed.
@@ -609,8 +647,14 @@ impl Connection {
         while self.can_execute() {
             match self.decoder.decode(&input[used..]) {
                 Decoded::Frame { frame, used: bytes } => {
+                    let text = &input[used..used + bytes];
                     used += bytes;
                     self.handle_frame(&frame, pokes);
+                    if self.is_blocked()
+                        && let Some(undecided) = &mut self.undecided
+                    {
+                        undecided.keep(text);
+                    }
                     if pokes.is_urgent() {
                         self.relieve(pokes);
                     }
@@ -636,9 +680,14 @@ impl Connection {
 
     fn can_execute(&self) -> bool {
         matches!(self.phase, Phase::Stranger | Phase::Ready)
-            && self.blocked.is_none()
+            && !self.is_blocked()
             && !self.must_write_first()
             && !self.must_answer_first()
+    }
+
+    /// Whether a request must be answered before anything else is executed.
+    fn is_blocked(&self) -> bool {
+        self.blocked.is_some() || self.again_at().is_some()
     }
 
     /// Whether the output must be written before anything else is executed: there is much of it, or more waits behind
@@ -693,7 +742,7 @@ impl Connection {
                     let text = match &text {
                         Text::Value(text) => Response::Value(text),
                         Text::Nil => Response::Nil,
-                        Text::Unavailable => Response::Error(ErrorCode::Error),
+                        Text::Unavailable => Response::Error(translate::unavailable(self.wishes)),
                         Text::TooLarge => Response::Error(ErrorCode::TooLarge),
                     };
                     self.respond(self.number_of(request), &text);
@@ -729,7 +778,10 @@ impl Connection {
             "request"
         );
         match Request::parse(op, frame, self.unit) {
-            Ok(request) => self.handle_request(op, frame.number, &request, pokes),
+            Ok(request) => {
+                self.service.metrics.line_request(op);
+                self.handle_request(op, frame.number, &request, pokes);
+            }
             Err(error) => self.reject(frame.number, error),
         }
     }
@@ -779,7 +831,6 @@ impl Connection {
         request: &Request<'_>,
         pokes: &mut Pokes,
     ) {
-        self.service.metrics.line_request(op);
         if let Some(leader) = self.elsewhere(op) {
             return self.respond(number, &Response::NotLeader(leader.as_deref()));
         }
@@ -805,7 +856,13 @@ impl Connection {
             }
         }
         match translate::ask(request, rand::random) {
-            Asked::Command(command) => {
+            Asked::Command(mut command) => {
+                if matches!(request, Request::ForceRelease { .. }) {
+                    // Each attempt of an operator is written down, so there is one.
+                    self.undecided = None;
+                } else {
+                    self.set_time_to_decide(&mut command);
+                }
                 let place = undoable(&command).map(|key| self.service.engine.place(key));
                 let keep = self.kept && self.numbered;
                 let submitted = self.service.engine.submit(&self.me, id, keep, command, pokes);
@@ -813,6 +870,7 @@ impl Connection {
                 self.settle(op, id, number, place, submitted);
             }
             Asked::Query(query) => {
+                self.set_time_to_decide(&mut Command::Tick);
                 let submitted = self.service.engine.query(&self.me, id, query);
                 self.settle(op, id, number, None, submitted);
             }
@@ -834,6 +892,7 @@ impl Connection {
             Submitted::Done(Outcome::Items(items)) if are_many(&items) => {
                 self.make_items(id, op, items);
             }
+            Submitted::Done(outcome) if self.is_undecided(&outcome) => self.wait_to_ask_again(),
             Submitted::Done(outcome) => self.answer(op, number, place, outcome),
             Submitted::Later(place) => self.wait(id, op, Some(place)),
             Submitted::Gone => self.close(),
@@ -873,6 +932,7 @@ impl Connection {
         match *request {
             Request::Ping => self.respond(number, &Response::Ok),
             Request::Barrier => {
+                self.set_time_to_decide(&mut Command::Tick);
                 let submitted = self.service.engine.barrier(&self.me, id);
                 self.settle(op, id, number, None, submitted);
             }
@@ -983,11 +1043,8 @@ impl Connection {
                     let me = self.me.clone();
                     self.finish_greeting(number, greeting, Ok(me));
                 }
-                Submitted::Done(Outcome::Refused(Refusal::MaxSessions)) => {
-                    self.finish_greeting(number, greeting, Err(ErrorCode::Error));
-                }
-                Submitted::Done(_) => {
-                    self.finish_greeting(number, greeting, Err(ErrorCode::Unknown));
+                Submitted::Done(refused) => {
+                    self.finish_greeting(number, greeting, Err(translate::no_session(&refused)));
                 }
                 Submitted::Later(_) => self.wait_greeting(id, greeting),
                 Submitted::Gone => self.close(),
@@ -1044,6 +1101,8 @@ impl Connection {
             accepted.push(word);
         }
         self.greeted = true;
+        self.wishes.unavailable = true;
+        self.undecided = None;
         self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
         if numbered {
             self.numbered = true;
@@ -1143,14 +1202,10 @@ impl Connection {
             if outcome == Outcome::Refused(Refusal::MaxSessions) {
                 self.service.engine.keep_refused(&self.me);
             }
-            let is_unknown =
-                matches!(outcome, Outcome::Refused(Refusal::Forgotten | Refusal::Unavailable));
             let session = if outcome == Outcome::Done {
                 Ok(self.service.engine.attached(&self.me).unwrap_or_else(|| self.me.clone()))
-            } else if is_unknown {
-                Err(ErrorCode::Unknown)
             } else {
-                Err(ErrorCode::Error)
+                Err(translate::no_session(&outcome))
             };
             return self.finish_greeting(number, *greeting, session);
         }
@@ -1159,11 +1214,68 @@ impl Connection {
         {
             return self.make_items(id, op, items.clone());
         }
-        if self.draining && outcome == Outcome::Timeout {
+        if self.is_undecided(&outcome) {
+            return self.wait_to_ask_again();
+        }
+        let is_end = outcome == Outcome::Timeout
+            || outcome == Outcome::Empty && matches!(op, Op::Blpop | Op::Brpop);
+        if self.draining && is_end {
             self.respond(number, &Response::Error(ErrorCode::Draining));
         } else {
             self.answer(op, number, place, outcome);
         }
+    }
+
+    /// Until when a request that is about to be asked is asked again if nobody can decide it: as long as it may wait,
+    /// and a while at least. A request that is asked again has used up some of its time.
+    fn set_time_to_decide(&mut self, command: &mut Command<'_>) {
+        if self.greeted || self.service.engine.replicated().is_none() {
+            return;
+        }
+        let undecided = self.undecided.get_or_insert_default();
+        if undecided.is_again {
+            command.shorten_wait(self.now.since(undecided.begun));
+        } else {
+            undecided.begun = self.now;
+            undecided.until = self.now + command.wait().max(DECIDE_MIN);
+        }
+    }
+
+    /// Whether nobody could decide a request, and there is time to ask again.
+    fn is_undecided(&self, outcome: &Outcome) -> bool {
+        let until = self.undecided.as_ref().map(|undecided| undecided.until);
+        matches!(outcome, Outcome::Refused(Refusal::Unavailable | Refusal::NoFence))
+            && !self.service.is_draining()
+            && until.is_some_and(|until| self.now < until)
+    }
+
+    fn wait_to_ask_again(&mut self) {
+        if let Some(undecided) = &mut self.undecided {
+            undecided.again_at = Some((self.now + ASK_AGAIN).min(undecided.until));
+        }
+    }
+
+    fn again_at(&self) -> Option<Timestamp> {
+        self.undecided.as_ref()?.again_at
+    }
+
+    /// Asks for what nobody could decide before, and goes on with what came behind it once it is decided.
+    fn ask_again(&mut self, pokes: &mut Pokes) {
+        let Some(undecided) = &mut self.undecided else { return };
+        let text = std::mem::take(&mut undecided.frame);
+        (undecided.again_at, undecided.is_again) = (None, true);
+        let mut decoder = Decoder::new(self.service.value_bytes_max);
+        if let Decoded::Frame { frame, .. } = decoder.decode(&text)
+            && let Some(op) = Op::parse(frame.command)
+            && let Ok(request) = Request::parse(op, &frame, self.unit)
+        {
+            self.handle_request(op, None, &request, pokes);
+        }
+        if let Some(undecided) = &mut self.undecided {
+            undecided.is_again = false;
+            undecided.frame = text;
+        }
+        self.resume(pokes);
     }
 
     fn answer(&mut self, op: Op, number: Option<u64>, place: Option<Place>, outcome: Outcome) {
@@ -1264,7 +1376,7 @@ impl Connection {
         self.inbox.set_unwritten(self.output().len());
         let conversing = matches!(self.phase, Phase::Stranger | Phase::Ready);
         let open = self.open.as_ref().is_some_and(|open| !open.is_empty());
-        let answered_all = self.blocked.is_none() && !open;
+        let answered_all = !self.is_blocked() && !open;
         if conversing && (self.input_ended && self.has_done_all() || self.draining && answered_all)
         {
             self.close();
@@ -1272,7 +1384,7 @@ impl Connection {
         let service = &self.service;
         let reading = match self.phase {
             Phase::Stranger => true,
-            Phase::Ready => self.blocked.is_none() && self.is_within_request(),
+            Phase::Ready => !self.is_blocked() && self.is_within_request(),
             Phase::Closing(_) | Phase::Over => false,
         } && self.output().len() < OUTPUT_HIGH;
         let progress = (self.frames, self.decoder.lines_complete());
@@ -1285,7 +1397,7 @@ impl Connection {
 
         let idle = self.phase == Phase::Ready
             && !self.is_within_request()
-            && self.blocked.is_none()
+            && !self.is_blocked()
             && !open
             && self.output().is_empty();
         match (service.idle_timeout, idle, self.deadlines.idle) {
@@ -1307,6 +1419,13 @@ impl Connection {
             // Who does not read why must not keep what it has for longer.
             self.deadlines.write = Some(self.deadlines.write.map_or(last, |at| at.min(last)));
         }
+    }
+}
+
+impl Undecided {
+    fn keep(&mut self, frame: &[u8]) {
+        self.frame.clear();
+        self.frame.extend_from_slice(frame);
     }
 }
 

@@ -71,7 +71,7 @@ impl LocalServer {
                     Err(_) => break,
                 },
                 () = peer.poked.notified() => connection.handle_messages(&mut pokes),
-                () = deadline => connection.handle_time(),
+                () = deadline => connection.handle_time(&mut pokes),
             }
             pokes.run();
         }

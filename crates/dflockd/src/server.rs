@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -277,8 +276,8 @@ impl Running {
 
     async fn drain(&self, signals: &mut mpsc::UnboundedReceiver<Signal>) {
         tracing::info!(connections = self.peers.count(), "shutting down");
-        self.service.draining.store(true, Ordering::SeqCst);
         self.stop_accepting.notify_one();
+        self.service.begin_drain().await;
         self.peers.drain();
         if let Some(http) = &self.http {
             http.app.drain.begin();

@@ -1,11 +1,12 @@
 //! What all connections share: the engine, the settings they look at, the tokens, the drain.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use dflockd_core::{Limits, Shared, Span};
+use dflockd_core::{Limits, SessionId, Shared, Span};
 use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
 use dflockd_wire::PATTERN_TOKENS_MAX;
@@ -32,6 +33,8 @@ const LOOKS_MAX: usize = 4;
 const OPERATIONS_MAX: usize = 4;
 /// Pages of figures that are made at a time.
 const FIGURES_MAX: usize = 2;
+/// How long a server that shuts down looks for idle sessions. Without a majority nobody can say which are.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What all connections share.
 pub struct Service {
@@ -44,6 +47,8 @@ pub struct Service {
     /// Kept sessions whose clients are away.
     pub(crate) detached: Detached,
     pub(crate) draining: AtomicBool,
+    /// The sessions that held or waited for something when the server began to shut down, if anybody could say.
+    pub(crate) busy: OnceLock<HashSet<SessionId>>,
     pub(crate) read_timeout: Span,
     pub(crate) write_timeout: Option<Span>,
     pub(crate) idle_timeout: Option<Span>,
@@ -146,6 +151,7 @@ impl Service {
             auth: Auth::new(config),
             detached: Detached::default(),
             draining: AtomicBool::new(false),
+            busy: OnceLock::new(),
             read_timeout: span(config.read_timeout),
             write_timeout: some(config.write_timeout),
             idle_timeout: some(config.idle_timeout),
@@ -159,6 +165,21 @@ impl Service {
             figures: Pool::new(FIGURES_MAX, &background),
             stats: Mutex::new(None),
         })
+    }
+
+    /// Refuses all further requests, and looks who must be waited for.
+    pub(crate) async fn begin_drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        let engine = Arc::clone(&self.engine);
+        let busy = tokio::task::spawn_blocking(move || engine.busy_sessions());
+        if let Ok(Ok(Some(busy))) = tokio::time::timeout(BUSY_TIMEOUT, busy).await {
+            let _ = self.busy.set(busy);
+        }
+    }
+
+    /// Whether a session neither holds nor waits for anything while the server shuts down.
+    pub(crate) fn is_idle(&self, session: SessionId) -> bool {
+        self.busy.get().is_some_and(|busy| !busy.contains(&session))
     }
 
     /// Whether the server is shutting down.

@@ -108,6 +108,8 @@ pub(crate) struct Wishes {
     pub(crate) fence: bool,
     /// The reason why a renewal failed, likewise.
     pub(crate) lease_status: bool,
+    /// A word of its own for what nobody could decide.
+    pub(crate) unavailable: bool,
 }
 
 /// What a client is told. `items` is where the text of a listing is kept while it is printed.
@@ -134,8 +136,12 @@ pub(crate) fn respond<'a>(
             Response::Renewed { remaining: duration(*lease), fence: fence(*renewed) }
         }
         Outcome::Queued => Response::Queued,
+        // A member of a cluster that follows version 1 ends a pop like a lock.
+        Outcome::Timeout if matches!(op, Op::Blpop | Op::Brpop) => Response::Nil,
         Outcome::Timeout => Response::Timeout,
         Outcome::Empty => Response::Nil,
+        // A member of a cluster that follows version 1 ends a pop like a lock.
+        Outcome::Timeout if matches!(op, Op::Blpop | Op::Brpop) => Response::Nil,
         Outcome::Conflict => Response::CasConflict,
         Outcome::Number(number) => Response::Number(*number),
         Outcome::Value(value) | Outcome::Popped { value, .. } | Outcome::Entry { value, .. } => {
@@ -178,9 +184,23 @@ fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
         | Refusal::AlreadyWaiting
         | Refusal::NotHeld
         | Refusal::Overflow
-        | Refusal::BadPattern
-        | Refusal::NoFence
-        | Refusal::Unavailable => ErrorCode::Error,
+        | Refusal::BadPattern => ErrorCode::Error,
+        Refusal::NoFence | Refusal::Unavailable => unavailable(wishes),
+    }
+}
+
+/// Nobody could decide it. Old clients take the word for that as the end of the conversation.
+pub(crate) fn unavailable(wishes: Wishes) -> ErrorCode {
+    if wishes.unavailable { ErrorCode::Unavailable } else { ErrorCode::Error }
+}
+
+/// Why a client that greets gets no session.
+pub(crate) fn no_session(outcome: &Outcome) -> ErrorCode {
+    let Outcome::Refused(refusal) = outcome else { return ErrorCode::Unknown };
+    match refusal {
+        Refusal::Unavailable | Refusal::NoFence => ErrorCode::Unavailable,
+        Refusal::Forgotten => ErrorCode::Unknown,
+        _ => ErrorCode::Error,
     }
 }
 

@@ -325,7 +325,12 @@ impl Link {
                 }
                 Err(address.unreachable("it does not know the session"))
             }
-            Greeting::Refused(code) => Err(address.unreachable(code.text())),
+            Greeting::Refused(code) => {
+                if code == ErrorCode::Unavailable {
+                    self.state.lock().member.ghosts -= is_attempt;
+                }
+                Err(address.unreachable(code.text()))
+            }
         }
     }
 }

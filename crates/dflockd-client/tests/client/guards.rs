@@ -1,10 +1,15 @@
 //! What a guard promises: how long it is valid, and that it tells when it is lost.
 
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, Lost, testing};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader as AsyncReader};
+use tokio::net::{TcpListener, TcpStream};
 
 use super::support::{
     LONG, Process, Proxy, Reaper, SLACK, crowd, crowded, eventually, example, millis, soon,
@@ -250,4 +255,73 @@ async fn a_paused_holder_is_fenced_off() {
     assert_eq!(value("first holder: valid after the pause: "), "false");
     assert_eq!(value("first holder: wrote all the same, status "), "412");
     assert_eq!(value("stored: "), "by the second");
+}
+
+/// A server that can decide no renewal while `undecided` is set, made of one that can. Counts what it could not decide.
+async fn undecided_before(
+    target: SocketAddr,
+    undecided: Arc<AtomicBool>,
+    count: Arc<AtomicUsize>,
+) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        let (client, _) = listener.accept().await?;
+        let (from_client, mut to_client) = client.into_split();
+        let (from_server, mut to_server) = TcpStream::connect(target).await?.into_split();
+        let mut asked = AsyncReader::new(from_client).lines();
+        let mut told = AsyncReader::new(from_server).lines();
+        let mut request: Vec<String> = Vec::new();
+        loop {
+            tokio::select! {
+                line = told.next_line() => {
+                    let Some(line) = line? else { break };
+                    to_client.write_all(format!("{line}\n").as_bytes()).await?;
+                }
+                line = asked.next_line() => {
+                    let Some(line) = line? else { break };
+                    request.push(line);
+                    if request.len() < 3 {
+                        continue;
+                    }
+                    match request[0].split_once(' ') {
+                        Some((number, "n")) if undecided.load(Ordering::SeqCst) => {
+                            count.fetch_add(1, Ordering::SeqCst);
+                            let answer = format!("{number} error_unavailable\n");
+                            to_client.write_all(answer.as_bytes()).await?;
+                        }
+                        _ => {
+                            let request = format!("{}\n", request.join("\n"));
+                            to_server.write_all(request.as_bytes()).await?;
+                        }
+                    }
+                    request.clear();
+                }
+            }
+        }
+        std::io::Result::Ok(())
+    });
+    address
+}
+
+/// GUARANTEES 20: a renewal that nobody could decide is tried again; the hold is as much ours as before.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_nobody_decides_is_not_lost() {
+    let server = Process::start::<&str>(&[]);
+    let (undecided, count) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
+    let (flag, counted) = (Arc::clone(&undecided), Arc::clone(&count));
+    let address = undecided_before(server.address, flag, counted).await;
+    let client = Client::connect(address.to_string()).await.unwrap();
+    // Another lease than the session's: it is renewed by itself.
+    let guard = held(&client, "k", Duration::from_secs(6)).await;
+    undecided.store(true, Ordering::SeqCst);
+    let refused = guard.renew().await.unwrap_err();
+    assert!(refused.may_retry() && !refused.may_have_applied(), "{refused}");
+    let several = async || (count.load(Ordering::SeqCst) >= 3).then_some(());
+    eventually("renewals that nobody decides", several).await;
+    assert!(guard.is_valid());
+    let until = guard.valid_until();
+    undecided.store(false, Ordering::SeqCst);
+    eventually("a renewal", async || (guard.valid_until() > until).then_some(())).await;
+    guard.release().await.unwrap();
 }

@@ -147,6 +147,8 @@ impl ApiError {
     /// Nobody can say or decide it now; nothing has been done.
     pub(crate) fn unavailable() -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable")
+            .because("no member could decide; nothing was done")
+            .with_header(RETRY_AFTER, HeaderValue::from_static("1"))
     }
 
     /// Somebody else must be asked, at these addresses if they are known.
@@ -190,12 +192,15 @@ impl ApiError {
             Refusal::BadPattern => {
                 return Self::bad_request("malformed pattern, or one of more than 16 tokens");
             }
-            Refusal::NoFence => (unavailable, "fence_persistence"),
+            Refusal::NoFence => {
+                let refused = Self::new(unavailable, "fence_persistence");
+                return refused.with_header(RETRY_AFTER, HeaderValue::from_static("1"));
+            }
             Refusal::Forgotten => {
                 let unknown = Self::new(unavailable, "unknown");
                 return unknown.because("the request may have had its effect");
             }
-            Refusal::Unavailable => (unavailable, "unavailable"),
+            Refusal::Unavailable => return Self::unavailable(),
         };
         Self::new(status, code)
     }

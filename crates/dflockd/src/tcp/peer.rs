@@ -213,7 +213,7 @@ impl Peer {
             Cause::Socket { .. } => {}
             Cause::Time => {
                 talk.looks_at = Timestamp::NEVER;
-                talk.handle_time(self.worker.service().engine.clock().now());
+                talk.handle_time(self.worker.service().engine.clock().now(), pokes);
             }
             Cause::Drain => talk.connection.handle_drain(pokes),
             Cause::Revoke => talk.connection.handle_revoke(),
@@ -399,14 +399,14 @@ impl Talk {
         if self.can_read() { Next::Again(self.looks_at) } else { Next::Wait(self.looks_at) }
     }
 
-    fn handle_time(&mut self, now: Timestamp) {
+    fn handle_time(&mut self, now: Timestamp, pokes: &mut Pokes) {
         if let Some(tls) = &self.tls
             && tls.handshake_until.is_some_and(|until| until <= now)
         {
             self.broken = true;
         }
         if self.connection.next_deadline().is_some_and(|at| at <= now) {
-            self.connection.handle_time();
+            self.connection.handle_time(pokes);
         }
     }
 

@@ -388,3 +388,36 @@ fn leadership_can_be_given_to_somebody() {
     assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
     ledger.check(&mut members[to].connect());
 }
+
+/// GUARANTEES 20: what nobody can decide is never told as "not held". Who has no word for it waits for a decision.
+#[test]
+fn a_node_that_is_no_member_decides_nothing() {
+    let _turn = Turn::shared();
+    let (dir, host) = (Dir::new(), host());
+    let [client, peer] = free_addresses(host, 2)[..] else { unreachable!("two were asked for") };
+    let mut node = Node::new("alone", client, peer, dir.path("alone"), &[]);
+    node.start();
+    let token = "0123456789abcdef0123456789abcdef";
+    let asked = [("n", token), ("r", token), ("l", "0"), ("l", "6"), ("kget", "")];
+    let mut plain: Vec<_> = asked.iter().map(|_| node.connect()).collect();
+    let begun = Instant::now();
+    for ((command, arg), plain) in asked.iter().zip(&mut plain) {
+        plain.begin(command, "k", arg);
+    }
+    let mut greeted = node.connect();
+    greeted.check("hello", "me", "ms", "ok ms");
+    for (command, arg) in asked {
+        greeted.check(command, "k", arg, "error_unavailable");
+    }
+    let mut kept = node.connect();
+    kept.check("hello", "me", "keep", "error_unavailable");
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    for ((command, arg), plain) in asked.iter().zip(&mut plain) {
+        assert_eq!(plain.line(), "error", "{command}");
+        let least = if *arg == "6" { 6 } else { 5 };
+        let waited = begun.elapsed();
+        assert!(waited >= Duration::from_secs(least), "{command} {arg} waited {waited:?}");
+        // It goes on with what came behind.
+        plain.check("ping", "_", "", "ok");
+    }
+}

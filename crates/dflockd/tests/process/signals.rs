@@ -15,10 +15,11 @@ fn wait_for_closed_listener(server: &Server) {
 
 fn drains(signal: &str) {
     let mut server = Server::start(&["--shutdown-timeout", "60"]);
-    let [mut holder, mut idle, mut waiter, mut popper, mut claimer] =
+    let [mut holder, mut other, mut idle, mut waiter, mut popper, mut claimer] =
         std::array::from_fn(|_| server.connect());
     let token = holder.lock("k", "0 600");
-    idle.check("ping", "_", "_", "ok");
+    other.lock("other", "0 600");
+    idle.check("listen", "jobs/*", "", "ok");
     waiter.begin("l", "k", "60");
     idle.wait_for_waiters("k", 1);
     claimer.check("e", "k", "", "queued");
@@ -35,11 +36,12 @@ fn drains(signal: &str) {
     wait_for_closed_listener(&server);
     server.wait_for_output("msg=\"shutting down\"");
 
-    // Those who wait for nothing stay until they go, or ask for something.
-    holder.expect_silence(A_WHILE);
-    idle.expect_silence(millis(1));
-    assert_eq!(idle.ask("ping", "_", "_"), "error_draining");
+    // Who neither holds nor waits for anything goes at once. Holders stay until they go, or ask for something.
     idle.expect_end();
+    holder.expect_silence(A_WHILE);
+    other.expect_silence(millis(1));
+    assert_eq!(other.ask("ping", "_", "_"), "error_draining");
+    other.expect_end();
     holder.expect_silence(millis(1));
     assert!(server.is_running());
     assert_eq!(holder.ask("r", "k", &token), "error_draining");
@@ -61,8 +63,8 @@ fn sigint_drains() {
 fn the_last_connection_that_leaves_ends_the_drain() {
     let mut server = Server::start(&["--shutdown-timeout", "0"]);
     let mut clients: Vec<_> = (0..3).map(|_| server.connect()).collect();
-    for client in &mut clients {
-        client.check("ping", "_", "_", "ok");
+    for (key, client) in ["a", "b", "c"].iter().zip(&mut clients) {
+        client.lock(key, "0 600");
     }
     server.signal("TERM");
     wait_for_closed_listener(&server);
@@ -101,7 +103,7 @@ fn a_second_signal_ends_the_drain() {
     for second in ["TERM", "INT"] {
         let mut server = Server::start(&["--shutdown-timeout", "600"]);
         let mut idle = server.connect();
-        idle.check("ping", "_", "_", "ok");
+        idle.lock("k", "0 600");
         server.signal("TERM");
         wait_for_closed_listener(&server);
         idle.expect_silence(A_WHILE);
@@ -116,7 +118,7 @@ fn a_second_signal_ends_the_drain() {
 fn a_reload_during_the_drain_does_not_end_it() {
     let mut server = Server::start(&["--shutdown-timeout", "600"]);
     let mut idle = server.connect();
-    idle.check("ping", "_", "_", "ok");
+    idle.lock("k", "0 600");
     server.signal("TERM");
     wait_for_closed_listener(&server);
     server.signal("HUP");

@@ -179,7 +179,7 @@ impl Peer {
     fn look_at_the_time(&self, service: &Service) {
         let deadline = self.talk.lock().as_ref().and_then(Connection::next_deadline);
         if deadline.is_some_and(|at| at <= service.engine.clock().now()) {
-            self.act(|connection, _| connection.handle_time());
+            self.act(Connection::handle_time);
         }
     }
 
