@@ -140,8 +140,6 @@ pub(crate) fn respond<'a>(
         Outcome::Timeout if matches!(op, Op::Blpop | Op::Brpop) => Response::Nil,
         Outcome::Timeout => Response::Timeout,
         Outcome::Empty => Response::Nil,
-        // A member of a cluster that follows version 1 ends a pop like a lock.
-        Outcome::Timeout if matches!(op, Op::Blpop | Op::Brpop) => Response::Nil,
         Outcome::Conflict => Response::CasConflict,
         Outcome::Number(number) => Response::Number(*number),
         Outcome::Value(value) | Outcome::Popped { value, .. } | Outcome::Entry { value, .. } => {
@@ -196,12 +194,9 @@ pub(crate) fn unavailable(wishes: Wishes) -> ErrorCode {
 
 /// Why a client that greets gets no session.
 pub(crate) fn no_session(outcome: &Outcome) -> ErrorCode {
+    let wishes = Wishes { unavailable: true, ..Wishes::default() };
     let Outcome::Refused(refusal) = outcome else { return ErrorCode::Unknown };
-    match refusal {
-        Refusal::Unavailable | Refusal::NoFence => ErrorCode::Unavailable,
-        Refusal::Forgotten => ErrorCode::Unknown,
-        _ => ErrorCode::Error,
-    }
+    error_code(Op::Hello, *refusal, wishes)
 }
 
 pub(crate) fn push(push: &core::Push) -> Push<'_> {
