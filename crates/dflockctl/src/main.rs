@@ -6,7 +6,6 @@
 
 mod admin;
 mod backup;
-mod bench;
 mod certificates;
 mod cluster;
 mod connect;
@@ -35,6 +34,7 @@ mod wanted;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use dflockd_bench as bench;
 
 use connect::Settings;
 use failure::{Failure, Status, complain};

@@ -1,7 +1,7 @@
 //! Load on lock servers, and how they compare.
 //!
-//! [`load`] is the generator, [`target`] what it speaks, [`check`] the oracle beside it;
-//! [`holders`] and [`grow`] are the workloads that are no closed loop; [`report`] shows the
+//! `load` is the generator, `target` what it speaks, `check` the oracle beside it;
+//! `holders` and `grow` are the workloads that are no closed loop; `report` shows the
 //! outcome. Absolute figures depend on the machine and on what else runs on it: compare sides
 //! of one run.
 
@@ -39,7 +39,7 @@ use self::target::Target;
 /// What to run.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
-pub(crate) struct Args {
+pub struct Args {
     #[command(subcommand)]
     verb: Option<Verb>,
     /// The load: own keys, one key, zipf, idle holders, pipelined, several servers, state grows.
@@ -127,7 +127,7 @@ enum Workload {
 const UNREACHABLE: u8 = 69;
 
 /// Runs it.
-pub(crate) fn run(args: &Args) -> ExitCode {
+pub fn run(args: &Args) -> ExitCode {
     let outcome = match &args.verb {
         Some(Verb::Echo(echo)) => return exit(echo::run(echo)),
         Some(Verb::Crowd(crowd)) => {
