@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use super::side;
+use crate::side;
 
 /// How often the slow ones send a byte.
 const PAUSE: Duration = Duration::from_millis(500);

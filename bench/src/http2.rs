@@ -3,14 +3,14 @@
 //! the connection after its first use.
 //!
 //! One call at a time on a connection: answers are not told apart by their stream. Knows nothing of what is called;
-//! that is the business of [`super::grpc`] and [`super::etcd`].
+//! that is the business of [`crate::grpc`] and [`crate::etcd_grpc`].
 
 use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use super::target::concat;
+use crate::protocol::concat;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEAD: usize = 9;
@@ -48,7 +48,7 @@ pub(crate) struct Method {
 }
 
 /// The calling side of one connection.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Calls {
     /// The stream of the last call; 0 before the first.
     stream: Cell<u32>,

@@ -1,6 +1,6 @@
 //! Load on lock servers, and how they compare.
 //!
-//! `load` is the generator, `target` what it speaks, `check` the oracle beside it;
+//! `load` is the generator, `protocol` what it must know of what it speaks, `check` the oracle beside it;
 //! `holders` and `grow` are the workloads that are no closed loop; `report` shows the
 //! outcome. Absolute figures depend on the machine and on what else runs on it: compare sides
 //! of one run.
@@ -8,21 +8,24 @@
 mod check;
 mod crowd;
 mod echo;
-mod etcd;
+mod etcd_gateway;
+mod etcd_grpc;
 mod grow;
 mod grpc;
 mod holders;
 mod http;
 mod http2;
 mod leader;
+pub mod lines;
 mod link;
 mod load;
 mod numbers;
 mod process;
 mod proto;
+pub mod protocol;
+mod redis;
 mod report;
 mod side;
-mod target;
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -32,9 +35,9 @@ use std::time::Duration;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use self::load::{Keys, Plan};
+use self::protocol::Protocol;
 use self::report::{Lap, Progress, Race};
 use self::side::Side;
-use self::target::Target;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -58,7 +61,7 @@ pub struct Args {
     #[arg(long, value_delimiter = ',')]
     pid: Vec<u32>,
     /// Another side, in alternating rounds: `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID][,name=NAME][,retry-us=N]`.
-    #[arg(long, value_name = "SIDE")]
+    #[arg(long, value_name = "SIDE", value_parser = Side::parse)]
     compare: Vec<Side>,
     /// Connections [w1, w2, w6: 64; w3: 256; w4: 10000 holders; w5: 1; grow: 10000 waiters].
     #[arg(long)]
@@ -103,6 +106,39 @@ enum Verb {
     /// Slow HTTP clients, to measure others beside them.
     #[command(hide = true)]
     Crowd(crowd::Args),
+}
+
+/// A kind of server.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Target {
+    /// The lock server of this project, by the line protocol.
+    Dflockd,
+    /// The same by HTTP.
+    Http,
+    /// The same by gRPC.
+    Grpc,
+    /// Redis, one instance.
+    Redis,
+    /// etcd's v3lock by the JSON gateway.
+    Etcd,
+    /// etcd's v3lock by gRPC.
+    EtcdGrpc,
+    /// The fixed-answer server: `dflockctl bench echo`.
+    Echo,
+}
+
+impl Target {
+    fn protocol(self) -> &'static dyn Protocol {
+        match self {
+            Self::Dflockd => &lines::Lines,
+            Self::Http => &http::Http,
+            Self::Grpc => &grpc::Grpc,
+            Self::Redis => &redis::Redis,
+            Self::Etcd => &etcd_gateway::Gateway,
+            Self::EtcdGrpc => &etcd_grpc::EtcdGrpc,
+            Self::Echo => &echo::Echo,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -183,22 +219,18 @@ impl Args {
         if !valid(self.seconds) || !valid(self.warmup) || self.seconds == 0.0 {
             return Err(io::Error::other("seconds and warmup are at most a day"));
         }
-        raise_descriptor_limit();
-        let mut sides = vec![Side {
-            name: self.target.name().to_owned(),
-            target: self.target,
-            servers: self.servers.clone(),
-            pids: self.pid.clone(),
-            retry: None,
-        }];
-        sides.extend(self.compare.iter().cloned());
+        if self.mux && matches!(self.workload, Workload::W4 | Workload::Grow) {
+            return Err(io::Error::other("w4 and grow do not number their requests"));
+        }
+        let sides = self.sides();
         let pipelined = self.workload == Workload::W5 && self.in_flight > 1;
-        if let Some(side) = sides.iter().find(|side| pipelined && !side.target.pipelines()) {
+        if let Some(side) = sides.iter().find(|side| pipelined && !side.protocol.pipelines()) {
             return Err(io::Error::other(format!("{} cannot be pipelined", side.name)));
         }
         if self.leader && self.workload == Workload::Grow {
             return Err(io::Error::other("grow has no leader"));
         }
+        raise_descriptor_limit();
         let each = self.seconds + self.warmup;
         let rounds = u32::try_from(self.rounds * sides.len()).unwrap_or(u32::MAX);
         let progress = Progress::new(Duration::from_secs_f64(each) * rounds);
@@ -215,7 +247,7 @@ impl Args {
                 let mut plan = plan.clone();
                 if self.leader {
                     // Another one may lead by now.
-                    plan.servers = vec![leader::find_among(plan.target, &plan.servers)?];
+                    plan.servers = vec![leader::find_among(plan.protocol, &plan.servers)?];
                 }
                 lap.rounds.push(if self.workload == Workload::W4 {
                     holders::run(&plan, baseline, &progress)?
@@ -225,7 +257,21 @@ impl Args {
             }
         }
         drop(progress);
-        Ok(vec![Race::new(self.workload.name(), self.describe(&plans[0]), laps)])
+        Ok(vec![Race::new(self.workload.name(), self.describe(&plans), laps)])
+    }
+
+    /// The servers given by options of their own, then those to compare with.
+    fn sides(&self) -> Vec<Side> {
+        let protocol = self.target.protocol();
+        let mut sides = vec![Side {
+            name: protocol.name().to_owned(),
+            protocol,
+            servers: self.servers.clone(),
+            pids: self.pid.clone(),
+            retry: None,
+        }];
+        sides.extend(self.compare.iter().cloned());
+        sides
     }
 
     fn plan(&self, side: &Side) -> Plan {
@@ -237,7 +283,7 @@ impl Args {
             Workload::W5 => (1, self.in_flight, Keys::Own),
         };
         Plan {
-            target: side.target,
+            protocol: side.protocol,
             servers: side.servers.clone(),
             pids: side.pids.clone(),
             connections: self.connections.unwrap_or(connections),
@@ -252,7 +298,8 @@ impl Args {
         }
     }
 
-    fn describe(&self, plan: &Plan) -> String {
+    fn describe(&self, plans: &[Plan]) -> String {
+        let plan = &plans[0];
         let connections = plan.connections;
         let what = match self.workload {
             Workload::W1 => format!("{connections} connections, own keys"),
@@ -280,23 +327,24 @@ impl Args {
         if self.leader {
             text += "; all to the leader";
         }
-        if contended && self.speaks(Target::Redis) {
-            text += &format!(
-                "; Redis tries again after {} µs unless its name says otherwise",
-                self.retry_us
-            );
-        }
-        if self.speaks(Target::Etcd) {
-            text += "; etcd by its JSON gateway";
-        }
-        if self.speaks(Target::EtcdGrpc) {
-            text += "; etcd-grpc by gRPC";
+        let mut told = Vec::new();
+        for protocol in plans.iter().map(|plan| plan.protocol) {
+            let name = protocol.name();
+            if told.contains(&name) {
+                continue;
+            }
+            told.push(name);
+            if contended && protocol.excludes() && !protocol.queues() {
+                let pause = self.retry_us;
+                text += &format!(
+                    "; {name} tries again after {pause} µs unless its name says otherwise"
+                );
+            }
+            if let Some(note) = protocol.note() {
+                text += &format!("; {name} {note}");
+            }
         }
         text
-    }
-
-    fn speaks(&self, target: Target) -> bool {
-        self.target == target || self.compare.iter().any(|side| side.target == target)
     }
 
     /// W1 with many other locks held. The other side is a second server that stays empty, in

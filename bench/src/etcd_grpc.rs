@@ -1,40 +1,65 @@
-//! etcd's v3lock by gRPC: one lease and one connection per client, and the same frames as [`super::grpc`].
+//! etcd's v3lock by gRPC: one lease and one connection per client, and the same frames as
+//! [`crate::grpc`].
 
 use std::io;
 use std::net::TcpStream;
+use std::time::Instant;
 
-use super::http2::{self, Calls, Method};
-use super::proto::{self, Fields};
-use super::target::{Answer, Proof, Request};
+use crate::etcd_gateway::Gateway;
+use crate::http2::{self, Calls, Method};
+use crate::proto::{self, Fields};
+use crate::protocol::{Answer, Dialect, Proof, Protocol, Request, refused};
 
 const GRANT: Method = Method { place: 0, path: "/etcdserverpb.Lease/LeaseGrant" };
 const LOCK: Method = Method { place: 1, path: "/v3lockpb.Lock/Lock" };
 const UNLOCK: Method = Method { place: 2, path: "/v3lockpb.Lock/Unlock" };
 const KEEP_ALIVE: Method = Method { place: 3, path: "/etcdserverpb.Lease/LeaseKeepAlive" };
 
-/// What requests of one connection are made of.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Forms {
-    /// What was said on the connection before.
-    pub(crate) calls: Calls,
-    lease: u64,
-}
+/// etcd by gRPC.
+#[derive(Debug)]
+pub(crate) struct EtcdGrpc;
 
-impl Forms {
-    /// Has a lease granted.
-    pub(crate) fn greet(stream: &mut TcpStream, lease_s: u64) -> io::Result<Self> {
-        let mut forms = Self::default();
+impl Protocol for EtcdGrpc {
+    fn name(&self) -> &'static str {
+        "etcd-grpc"
+    }
+
+    fn note(&self) -> Option<&'static str> {
+        Some("by gRPC")
+    }
+
+    fn greet(
+        &self,
+        stream: &mut TcpStream,
+        lease_s: u64,
+        _mux: bool,
+    ) -> io::Result<Box<dyn Dialect>> {
+        let mut forms = Forms::default();
         let answer =
             forms.calls.call(stream, GRANT, |message| proto::number(message, 1, lease_s))?;
         forms.lease = http2::message(&answer).map_or(0, |message| Fields::number(message, 2));
         if forms.lease == 0 {
-            return Err(super::load::refused("the request for a lease", &answer));
+            return Err(refused("the request for a lease", &answer));
         }
-        Ok(forms)
+        Ok(Box::new(forms))
     }
 
-    /// Appends a request.
-    pub(crate) fn write(&self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &Proof) {
+    fn leads(&self, stream: &mut TcpStream) -> io::Result<bool> {
+        // The gateway is behind the same port.
+        Gateway.leads(stream)
+    }
+}
+
+/// What requests of one connection are made of.
+#[derive(Debug, Default)]
+struct Forms {
+    /// What was said on the connection before.
+    calls: Calls,
+    lease: u64,
+}
+
+impl Dialect for Forms {
+    fn write(&mut self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &mut Proof) {
         match request {
             Request::Acquire => self.calls.write(out, LOCK, |message| {
                 proto::bytes(message, 1, key);
@@ -48,10 +73,22 @@ impl Forms {
             }
         }
     }
+
+    fn frame(&self, input: &[u8]) -> Option<usize> {
+        http2::frame(input)
+    }
+
+    fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+        read(request, answer, proof)
+    }
+
+    fn reply(&mut self, out: &mut Vec<u8>, answer: &[u8], now: Instant) {
+        self.calls.reply(answer, out, now);
+    }
 }
 
 /// What a whole answer means.
-pub(crate) fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
     let Some(message) = http2::message(answer) else { return Answer::Refused };
     match request {
         Request::Acquire => match Fields::bytes(message, 2) {
@@ -72,7 +109,7 @@ mod tests {
 
     #[test]
     fn requests() {
-        let forms = Forms { lease: 300, ..Forms::default() };
+        let mut forms = Forms { lease: 300, ..Forms::default() };
         let mut proof = Proof::none();
         proof.set(b"k/12c");
         for (request, expected) in [
@@ -81,7 +118,7 @@ mod tests {
             (Request::Renew, b"\x08\xac\x02"),
         ] {
             let mut out = Vec::new();
-            forms.write(&mut out, request, b"k", &proof);
+            forms.write(&mut out, request, b"k", &mut proof);
             assert_eq!(http2::called(&out), Some(expected), "{request:?}");
         }
     }
