@@ -19,7 +19,7 @@ const MEMBERS: Method = Method { place: 0, path: "/dflockd.v1.Cluster/Members" }
 
 /// dflockd by its gRPC API.
 #[derive(Debug)]
-pub(crate) struct Grpc;
+pub struct Grpc;
 
 impl Protocol for Grpc {
     fn name(&self) -> &'static str {

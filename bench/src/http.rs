@@ -1,5 +1,6 @@
-//! dflockd's HTTP API as a load generator uses it, one session per connection: requests are written from parts that were prepared when the
-//! connection was made, answers are looked at no further than needed. HTTP/1.1 with kept connections.
+//! dflockd's HTTP API as a load generator uses it, one session per connection: requests are written from parts that
+//! were prepared when the connection was made, answers are looked at no further than needed. HTTP/1.1 with kept
+//! connections.
 
 use std::io::{self, Write};
 use std::net::TcpStream;
@@ -17,7 +18,7 @@ const TOKEN_BYTES: usize = 32;
 
 /// dflockd by its HTTP API.
 #[derive(Debug)]
-pub(crate) struct Http;
+pub struct Http;
 
 impl Protocol for Http {
     fn name(&self) -> &'static str {

@@ -1,32 +1,28 @@
 //! Load on lock servers, and how they compare.
 //!
-//! `load` is the generator, `protocol` what it must know of what it speaks, `check` the oracle beside it;
-//! `holders` and `grow` are the workloads that are no closed loop; `report` shows the
-//! outcome. Absolute figures depend on the machine and on what else runs on it: compare sides
-//! of one run.
+//! `load` is the generator, [`protocol`] what it must know of what it speaks, `check` the oracle beside it; `holders`
+//! and `grow` are the workloads that are no closed loop; `report` shows the outcome. Which servers there are is the
+//! caller's business ([`Target`]); the library itself speaks with dflockd only. Absolute figures depend on the machine
+//! and on what else runs on it: compare sides of one run.
 
 mod check;
-mod crowd;
-mod echo;
-mod etcd_gateway;
-mod etcd_grpc;
 mod grow;
 mod grpc;
 mod holders;
 mod http;
-mod http2;
+pub mod http2;
 mod leader;
 pub mod lines;
 mod link;
 mod load;
 mod numbers;
 mod process;
-mod proto;
+pub mod proto;
 pub mod protocol;
-mod redis;
 mod report;
 mod side;
 
+use std::fmt;
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -34,34 +30,36 @@ use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+pub use self::grpc::Grpc;
+pub use self::http::Http;
+use self::lines::Lines;
 use self::load::{Keys, Plan};
+pub use self::numbers::Random;
 use self::protocol::Protocol;
 use self::report::{Lap, Progress, Race};
 use self::side::Side;
+pub use self::side::resolve;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
-#[command(args_conflicts_with_subcommands = true)]
-pub struct Args {
-    #[command(subcommand)]
-    verb: Option<Verb>,
+pub struct Args<T: Target> {
     /// The load: own keys, one key, zipf, idle holders, pipelined, several servers, state grows.
     #[arg(long, value_enum, default_value = "w1")]
     workload: Workload,
     /// Servers; connection i goes to server i modulo their number.
-    #[arg(long, value_delimiter = ',', default_value = "127.0.0.1:6388", value_parser = side::resolve)]
+    #[arg(long, value_delimiter = ',', default_value = "127.0.0.1:6388", value_parser = resolve)]
     servers: Vec<SocketAddr>,
     /// Send everything to the server that leads, on all sides; asked before each round.
     #[arg(long)]
     leader: bool,
     /// What the servers are.
     #[arg(long, value_enum, default_value = "dflockd")]
-    target: Target,
+    target: T,
     /// Processes of the servers, for processor time and memory.
     #[arg(long, value_delimiter = ',')]
     pid: Vec<u32>,
-    /// Another side, in alternating rounds: `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID][,name=NAME][,retry-us=N]`.
-    #[arg(long, value_name = "SIDE", value_parser = Side::parse)]
+    /// Another side, in alternating rounds: `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID][,name=NAME]`.
+    #[arg(long, value_name = "SIDE", value_parser = Side::parse::<T>)]
     compare: Vec<Side>,
     /// Connections [w1, w2, w6: 64; w3: 256; w4: 10000 holders; w5: 1; grow: 10000 waiters].
     #[arg(long)]
@@ -90,53 +88,37 @@ pub struct Args {
     /// Number the requests (feature word mux) instead of relying on the order of answers.
     #[arg(long)]
     mux: bool,
-    /// Mean pause in microseconds before a taken lock is tried again, for Redis.
-    #[arg(long, default_value = "1000")]
-    retry_us: u64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Mean pause before a lock that is taken is tried again, where the server has no queue.
+    #[arg(skip = Duration::from_millis(1))]
+    pub retry: Duration,
 }
 
-#[derive(Debug, clap::Subcommand)]
-enum Verb {
-    /// Serve fixed answers: the floor of a comparison.
-    #[command(hide = true)]
-    Echo(echo::Args),
-    /// Slow HTTP clients, to measure others beside them.
-    #[command(hide = true)]
-    Crowd(crowd::Args),
+/// The kinds of servers that a program knows, as values of its options.
+pub trait Target: clap::ValueEnum + fmt::Debug + Send + Sync + 'static {
+    /// What is spoken with such a server.
+    fn protocol(&self) -> &'static dyn Protocol;
 }
 
-/// A kind of server.
+/// The APIs of dflockd.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
-enum Target {
-    /// The lock server of this project, by the line protocol.
+pub enum Api {
+    /// The line protocol of dflockd.
     Dflockd,
-    /// The same by HTTP.
+    /// The HTTP API of dflockd.
     Http,
-    /// The same by gRPC.
+    /// The gRPC API of dflockd.
     Grpc,
-    /// Redis, one instance.
-    Redis,
-    /// etcd's v3lock by the JSON gateway.
-    Etcd,
-    /// etcd's v3lock by gRPC.
-    EtcdGrpc,
-    /// The fixed-answer server: `dflockctl bench echo`.
-    Echo,
 }
 
-impl Target {
-    fn protocol(self) -> &'static dyn Protocol {
+impl Target for Api {
+    fn protocol(&self) -> &'static dyn Protocol {
         match self {
-            Self::Dflockd => &lines::Lines,
-            Self::Http => &http::Http,
-            Self::Grpc => &grpc::Grpc,
-            Self::Redis => &redis::Redis,
-            Self::Etcd => &etcd_gateway::Gateway,
-            Self::EtcdGrpc => &etcd_grpc::EtcdGrpc,
-            Self::Echo => &echo::Echo,
+            Self::Dflockd => &Lines,
+            Self::Http => &Http,
+            Self::Grpc => &Grpc,
         }
     }
 }
@@ -162,52 +144,46 @@ enum Workload {
 /// Exit status if the server cannot be reached.
 const UNREACHABLE: u8 = 69;
 
-/// Runs it.
-pub fn run(args: &Args) -> ExitCode {
-    let outcome = match &args.verb {
-        Some(Verb::Echo(echo)) => return exit(echo::run(echo)),
-        Some(Verb::Crowd(crowd)) => {
-            raise_descriptor_limit();
-            return exit(crowd::run(crowd));
-        }
-        None => args.races(),
-    };
-    let races = match outcome {
-        Ok(races) => races,
-        Err(error) => return exit(Err(error)),
-    };
-    let mut shown = String::new();
-    if args.json {
-        shown = match serde_json::to_string_pretty(&races) {
-            Ok(text) => text + "\n",
-            Err(error) => return exit(Err(error.into())),
-        };
-    } else {
-        for race in &races {
-            shown += &race.text();
-        }
-    }
-    if let Err(error) = io::stdout().write_all(shown.as_bytes()) {
-        return exit(Err(error));
-    }
-    let mut violated = false;
-    for text in races.iter().flat_map(Race::violations) {
-        violated = true;
-        eprintln!("dflockctl bench: violation: {text}");
-    }
-    if violated { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
-fn exit(outcome: io::Result<()>) -> ExitCode {
+/// The exit status for `outcome`, after telling on stderr as `program` what went wrong.
+pub fn exit(program: &str, outcome: io::Result<()>) -> ExitCode {
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;
     };
-    eprintln!("dflockctl bench: {error}");
+    complain(program, &error);
     let unreachable = [io::ErrorKind::ConnectionRefused, io::ErrorKind::TimedOut];
     ExitCode::from(if unreachable.contains(&error.kind()) { UNREACHABLE } else { 1 })
 }
 
-impl Args {
+fn complain(program: &str, what: impl fmt::Display) {
+    eprintln!("{program}: {what}");
+}
+
+impl<T: Target> Args<T> {
+    /// Puts the load on the servers and prints the figures; `program` is named in errors.
+    pub fn run(&self, program: &str) -> ExitCode {
+        let shown = self.races().and_then(|races| {
+            io::stdout().write_all(self.show(&races)?.as_bytes())?;
+            Ok(races)
+        });
+        let races = match shown {
+            Ok(races) => races,
+            Err(error) => return exit(program, Err(error)),
+        };
+        let mut violated = false;
+        for text in races.iter().flat_map(Race::violations) {
+            violated = true;
+            complain(program, format_args!("violation: {text}"));
+        }
+        if violated { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    }
+
+    fn show(&self, races: &[Race]) -> io::Result<String> {
+        if self.json {
+            return Ok(serde_json::to_string_pretty(races)? + "\n");
+        }
+        Ok(races.iter().map(Race::text).collect())
+    }
+
     fn races(&self) -> io::Result<Vec<Race>> {
         if self.rounds == 0 || self.lease == 0 || self.threads == 0 || self.in_flight == 0 {
             return Err(io::Error::other("rounds, lease, threads and in-flight start at 1"));
@@ -294,7 +270,7 @@ impl Args {
             warmup: Duration::from_secs_f64(self.warmup),
             threads: self.threads,
             mux: self.mux,
-            retry: side.retry.unwrap_or(Duration::from_micros(self.retry_us)),
+            retry: side.retry.unwrap_or(self.retry),
         }
     }
 
@@ -335,7 +311,7 @@ impl Args {
             }
             told.push(name);
             if contended && protocol.excludes() && !protocol.queues() {
-                let pause = self.retry_us;
+                let pause = self.retry.as_micros();
                 text += &format!(
                     "; {name} tries again after {pause} µs unless its name says otherwise"
                 );
@@ -415,7 +391,7 @@ impl Workload {
 }
 
 /// Each connection takes a descriptor; if the limit cannot be raised, connecting says so.
-fn raise_descriptor_limit() {
+pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     let _ = setrlimit(Resource::Nofile, raised);

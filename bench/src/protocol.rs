@@ -1,6 +1,6 @@
 //! What the generator must know of a protocol of locks, and what the protocols have in common.
 //!
-//! Implementations know bytes only; sockets and order are the business of [`crate::link`] and [`crate::load`].
+//! Implementations know bytes only; sockets and order are the business of `link.rs` and `load.rs`.
 
 use std::fmt;
 use std::io::{self, Read, Write};

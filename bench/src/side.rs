@@ -3,8 +3,6 @@
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
-use clap::ValueEnum;
-
 use crate::Target;
 use crate::protocol::Protocol;
 
@@ -25,13 +23,13 @@ pub(crate) struct Side {
 
 impl Side {
     /// `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID…][,name=NAME][,retry-us=N]`.
-    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+    pub(crate) fn parse<T: Target>(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let first = parts.next().unwrap_or_default();
         let (target, addresses) = first
             .split_once('=')
             .ok_or_else(|| format!("expected TARGET=HOST:PORT in {first:?}"))?;
-        let protocol = Target::from_str(target, true)?.protocol();
+        let protocol = T::from_str(target, true)?.protocol();
         let servers = addresses.split('+').map(resolve).collect::<Result<_, _>>()?;
         let name = protocol.name().to_owned();
         let mut side = Self { name, protocol, servers, pids: Vec::new(), retry: None };
@@ -56,7 +54,7 @@ impl Side {
 }
 
 /// The first address of `host:port`.
-pub(crate) fn resolve(text: &str) -> Result<SocketAddr, String> {
+pub fn resolve(text: &str) -> Result<SocketAddr, String> {
     text.to_socket_addrs()
         .map_err(|error| format!("{text:?}: {error}"))?
         .next()
@@ -66,33 +64,36 @@ pub(crate) fn resolve(text: &str) -> Result<SocketAddr, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Api;
+
+    fn parse(text: &str) -> Result<Side, String> {
+        Side::parse::<Api>(text)
+    }
 
     #[test]
     fn whole_side() {
-        let side =
-            Side::parse("redis=127.0.0.1:1+127.0.0.1:2,pid=7,pid=8,name=two,retry-us=10").unwrap();
-        assert_eq!((side.name.as_str(), side.protocol.name()), ("two", "redis"));
+        let side = parse("grpc=127.0.0.1:1+127.0.0.1:2,pid=7,pid=8,name=two").unwrap();
+        assert_eq!((side.name.as_str(), side.protocol.name()), ("two", "grpc"));
         assert_eq!(side.servers, ["127.0.0.1:1", "127.0.0.1:2"].map(|at| at.parse().unwrap()));
         assert_eq!(side.pids, [7, 8]);
-        assert_eq!(side.retry, Some(Duration::from_micros(10)));
     }
 
     #[test]
     fn short_side_is_named_by_its_target() {
-        let side = Side::parse("echo=127.0.0.1:1").unwrap();
-        assert_eq!((side.name.as_str(), side.pids.len()), ("echo", 0));
+        let side = parse("http=127.0.0.1:1").unwrap();
+        assert_eq!((side.name.as_str(), side.pids.len()), ("http", 0));
     }
 
     #[test]
     fn nonsense_is_refused() {
         for text in [
-            "redis",
+            "dflockd",
             "memcached=127.0.0.1:1",
-            "redis=x",
-            "redis=127.0.0.1:1,pid=x",
+            "dflockd=x",
+            "dflockd=127.0.0.1:1,pid=x",
             "dflockd=127.0.0.1:1,retry-us=10",
         ] {
-            assert!(Side::parse(text).is_err(), "{text}");
+            assert!(parse(text).is_err(), "{text}");
         }
     }
 }

@@ -4,8 +4,8 @@
 use std::io::{self, Write};
 use std::net::TcpStream;
 
-use crate::numbers::Random;
-use crate::protocol::{
+use dflockd_bench::Random;
+use dflockd_bench::protocol::{
     Answer, Dialect, Proof, Protocol, Request, concat, decimal, line, read_answer,
 };
 
@@ -75,7 +75,7 @@ impl Dialect for Scripts {
         let lease_ms = self.lease_ms.as_bytes();
         match request {
             Request::Acquire => {
-                let token = hex(self.random.next());
+                let token = hex(self.random.bits());
                 proof.set(&token);
                 resp(out, &[b"SET", key, &token, b"NX", b"PX", lease_ms]);
             }

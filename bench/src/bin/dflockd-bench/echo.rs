@@ -3,11 +3,10 @@
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{self, Ipv4Addr, SocketAddr};
 
+use dflockd_bench::lines::Lines;
+use dflockd_bench::protocol::{Dialect, Protocol};
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
-
-use crate::lines::Lines;
-use crate::protocol::{Dialect, Protocol};
 
 /// A server that says yes to everybody, driven as dflockd is.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::net::TcpStream;
 
-use crate::protocol::{
+use dflockd_bench::protocol::{
     Answer, Dialect, Proof, Protocol, Request, concat, decimal, find, member, read_answer, refused,
 };
 

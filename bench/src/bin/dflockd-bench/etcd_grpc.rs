@@ -1,14 +1,14 @@
-//! etcd's v3lock by gRPC: one lease and one connection per client, and the same frames as
-//! [`crate::grpc`].
+//! etcd's v3lock by gRPC: one lease and one connection per client, and the same frames as for the gRPC API of dflockd.
 
 use std::io;
 use std::net::TcpStream;
 use std::time::Instant;
 
+use dflockd_bench::http2::{self, Calls, Method};
+use dflockd_bench::proto::{self, Fields};
+use dflockd_bench::protocol::{Answer, Dialect, Proof, Protocol, Request, refused};
+
 use crate::etcd_gateway::Gateway;
-use crate::http2::{self, Calls, Method};
-use crate::proto::{self, Fields};
-use crate::protocol::{Answer, Dialect, Proof, Protocol, Request, refused};
 
 const GRANT: Method = Method { place: 0, path: "/etcdserverpb.Lease/LeaseGrant" };
 const LOCK: Method = Method { place: 1, path: "/v3lockpb.Lock/Lock" };
@@ -119,8 +119,16 @@ mod tests {
         ] {
             let mut out = Vec::new();
             forms.write(&mut out, request, b"k", &mut proof);
-            assert_eq!(http2::called(&out), Some(expected), "{request:?}");
+            let call = out.strip_prefix(http2::PREFACE).unwrap_or(&out);
+            assert_eq!(http2::message(call), Some(expected), "{request:?}");
         }
+    }
+
+    /// The frame of an answer that carries `message`.
+    fn answer(message: &[u8]) -> Vec<u8> {
+        let length = u8::try_from(message.len()).unwrap();
+        let (head, prefix) = ([0, 0, length + 5, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, length]);
+        [&head[..], &prefix, message].concat()
     }
 
     #[test]
@@ -128,14 +136,14 @@ mod tests {
         let mut proof = Proof::none();
         let mut message = Vec::new();
         proto::bytes(&mut message, 1, b"header");
-        let empty = http2::answer(Some(&message));
+        let empty = answer(&message);
         proto::bytes(&mut message, 2, b"k/12c");
-        let granted = http2::answer(Some(&message));
-        let answer = read(Request::Acquire, &granted, &mut proof);
-        assert_eq!((answer, proof.get()), (Answer::Granted { fence: 0 }, &b"k/12c"[..]));
+        let granted = answer(&message);
+        let first = read(Request::Acquire, &granted, &mut proof);
+        assert_eq!((first, proof.get()), (Answer::Granted { fence: 0 }, &b"k/12c"[..]));
         assert_eq!(read(Request::Acquire, &empty, &mut proof), Answer::Refused);
         assert_eq!(read(Request::Release, &empty, &mut proof), Answer::Done);
         assert_eq!(read(Request::Renew, &empty, &mut proof), Answer::Refused, "no time left");
-        assert_eq!(read(Request::Release, &http2::answer(None), &mut proof), Answer::Refused);
+        assert_eq!(read(Request::Release, b"", &mut proof), Answer::Refused);
     }
 }
