@@ -6,7 +6,6 @@
 
 mod admin;
 mod backup;
-mod bench;
 mod certificates;
 mod cluster;
 mod connect;
@@ -131,8 +130,8 @@ enum Verb {
     Doctor(doctor::Args),
     /// Run a cluster on this machine, for trying things out and for tests.
     DevCluster(dev_cluster::Args),
-    /// Put load on lock servers and compare them.
-    Bench(bench::Args),
+    /// Put load on servers and measure them.
+    Bench(dflockd_bench::Args<dflockd_bench::Api>),
     /// Print completions for a shell.
     Completions(manual::CompletionsArgs),
     /// Print the manual page, or write all of them.
@@ -152,7 +151,7 @@ fn main() -> ExitCode {
             );
             return Status::Usage.into();
         }
-        return bench::run(args);
+        return args.run("dflockctl bench");
     }
     match run(cli.verb, &cli.settings) {
         Ok(status) => status.into(),

@@ -4,6 +4,8 @@
 
 #[path = "process/bad_day.rs"]
 mod bad_day;
+#[path = "process/bench.rs"]
+mod bench;
 #[path = "process/cluster.rs"]
 mod cluster;
 #[path = "process/contend.rs"]

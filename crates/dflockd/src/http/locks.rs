@@ -1,7 +1,7 @@
 //! Locks, semaphores, read-write locks, elections: acquire, release, renew, and the two steps of enqueue and wait.
 
 use axum::response::Response;
-use dflockd_core::{Command, Mode, Space, Span};
+use dflockd_core::{Command, Mode, Space};
 use serde::Deserialize;
 use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -18,28 +18,115 @@ use super::error::ApiError;
 use super::fields;
 use super::sessions::{InSession, Session};
 
-pub(crate) fn routes() -> OpenApiRouter<Shared> {
-    OpenApiRouter::with_openapi(Referred::openapi())
-        .routes(routes!(acquire_lock))
-        .routes(routes!(release_lock))
-        .routes(routes!(renew_lock))
-        .routes(routes!(enqueue_lock))
-        .routes(routes!(wait_lock))
-        .routes(routes!(acquire_semaphore))
-        .routes(routes!(release_semaphore))
-        .routes(routes!(renew_semaphore))
-        .routes(routes!(enqueue_semaphore))
-        .routes(routes!(wait_semaphore))
-        .routes(routes!(acquire_read))
-        .routes(routes!(acquire_write))
-        .routes(routes!(enqueue_read))
-        .routes(routes!(enqueue_write))
-        .routes(routes!(wait_rwlock))
-        .routes(routes!(release_rwlock))
-        .routes(routes!(renew_rwlock))
-        .routes(routes!(campaign))
-        .routes(routes!(resign))
-        .routes(routes!(renew_election))
+/// Makes the routes of a list: `name: path, tag, verb(mode)`, or the space of the key where a verb needs no mode. All
+/// are POST requests of a session. What a verb takes and answers is here, once for all kinds of locks; what it does is
+/// in the function of the same name below.
+macro_rules! lock_routes {
+    ($($(#[$doc:meta])* $name:ident: $path:literal, $tag:literal, $verb:ident $of:tt;)+) => {
+        pub(crate) fn routes() -> OpenApiRouter<Shared> {
+            OpenApiRouter::with_openapi(Referred::openapi())$(.routes(routes!($name)))+
+        }
+
+        $(lock_routes! { @$verb $of [$(#[$doc])* $name, $path, $tag] })+
+    };
+    (@acquire $of:tt $route:tt) => {
+        lock_routes! { acquire $of $route Json<Acquire>, [Acquire], [
+            (status = 200, description = "Granted, or not in time.", body = GrantBody), AcquireConflict
+        ] }
+    };
+    (@acquire_slot $of:tt $route:tt) => {
+        lock_routes! { acquire_slot $of $route Json<AcquireSemaphore>, [AcquireSemaphore], [
+            (status = 200, description = "Granted, or not in time.", body = GrantBody), AcquireConflict
+        ] }
+    };
+    (@enqueue $of:tt $route:tt) => {
+        lock_routes! { enqueue $of $route Option<Json<Enqueue>>, [Option<Enqueue>], [
+            (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody), EnqueueConflict
+        ] }
+    };
+    (@enqueue_slot $of:tt $route:tt) => {
+        lock_routes! { enqueue_slot $of $route Json<EnqueueSemaphore>, [EnqueueSemaphore], [
+            (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody), EnqueueConflict
+        ] }
+    };
+    (@wait $of:tt $route:tt) => {
+        lock_routes! { wait $of $route Json<Wait>, [Wait], [
+            (status = 200, description = "Granted, or not in time.", body = GrantBody), WaitConflict
+        ] }
+    };
+    (@release $of:tt $route:tt) => {
+        lock_routes! { release $of $route Json<Release>, [Release], [
+            (status = 204, description = "Done."), NotHeld
+        ] }
+    };
+    (@renew $of:tt $route:tt) => {
+        lock_routes! { renew $of $route Json<Renew>, [Renew], [
+            (status = 200, description = "The lease begins again.", body = RenewedBody), NotHeld
+        ] }
+    };
+    (
+        $verb:ident($($of:expr),*) [$(#[$doc:meta])* $name:ident, $path:literal, $tag:literal]
+        $body:ty, [$($schema:tt)+], [$($response:tt)+]
+    ) => {
+        $(#[$doc])*
+        #[utoipa::path(
+            post,
+            path = $path,
+            tag = $tag,
+            params(InKey, NeedsSession),
+            request_body = $($schema)+,
+            responses($($response)+, SessionGone, Refusals)
+        )]
+        async fn $name(key: Key, InSession(session): InSession, body: $body) -> Result<Response, ApiError> {
+            $verb(&key, &session, $($of,)* body).await
+        }
+    };
+}
+
+lock_routes! {
+    /// Acquires a lock: a long poll.
+    acquire_lock: "/v1/locks/{key}", "locks", acquire(Mode::Mutex);
+    /// Gives a hold back.
+    release_lock: "/v1/locks/{key}/release", "locks", release(Space::Locks, false);
+    /// Restarts the lease of a hold.
+    renew_lock: "/v1/locks/{key}/renew", "locks", renew(Space::Locks);
+    /// Takes a place in the queue of a lock, without waiting for the grant.
+    enqueue_lock: "/v1/locks/{key}/enqueue", "locks", enqueue(Mode::Mutex);
+    /// Waits for the grant of an enqueued request: a long poll.
+    wait_lock: "/v1/locks/{key}/wait", "locks", wait(Space::Locks);
+
+    /// Acquires one of the slots of a semaphore: a long poll.
+    acquire_semaphore: "/v1/semaphores/{key}", "semaphores", acquire_slot();
+    /// Gives a hold back.
+    release_semaphore: "/v1/semaphores/{key}/release", "semaphores", release(Space::Semaphores, false);
+    /// Restarts the lease of a hold.
+    renew_semaphore: "/v1/semaphores/{key}/renew", "semaphores", renew(Space::Semaphores);
+    /// Takes a place in the queue of a semaphore, without waiting for the grant.
+    enqueue_semaphore: "/v1/semaphores/{key}/enqueue", "semaphores", enqueue_slot();
+    /// Waits for the grant of an enqueued request: a long poll.
+    wait_semaphore: "/v1/semaphores/{key}/wait", "semaphores", wait(Space::Semaphores);
+
+    /// Acquires a read-write lock for reading: a long poll.
+    acquire_read: "/v1/rwlocks/{key}/read", "rwlocks", acquire(Mode::Read);
+    /// Acquires a read-write lock for writing: a long poll.
+    acquire_write: "/v1/rwlocks/{key}/write", "rwlocks", acquire(Mode::Write);
+    /// Takes a reader's place in the queue, without waiting for the grant.
+    enqueue_read: "/v1/rwlocks/{key}/read/enqueue", "rwlocks", enqueue(Mode::Read);
+    /// Takes a writer's place in the queue, without waiting for the grant.
+    enqueue_write: "/v1/rwlocks/{key}/write/enqueue", "rwlocks", enqueue(Mode::Write);
+    /// Waits for the grant of an enqueued request: a long poll.
+    wait_rwlock: "/v1/rwlocks/{key}/wait", "rwlocks", wait(Space::Locks);
+    /// Gives a hold back.
+    release_rwlock: "/v1/rwlocks/{key}/release", "rwlocks", release(Space::Locks, false);
+    /// Restarts the lease of a hold.
+    renew_rwlock: "/v1/rwlocks/{key}/renew", "rwlocks", renew(Space::Locks);
+
+    /// Stands for election and waits to lead: a long poll.
+    campaign: "/v1/elections/{key}", "elections", acquire(Mode::Election);
+    /// Stops leading.
+    resign: "/v1/elections/{key}/resign", "elections", release(Space::Locks, true);
+    /// Restarts the lease of a hold.
+    renew_election: "/v1/elections/{key}/renew", "elections", renew(Space::Locks);
 }
 
 /// How long to wait for a lock and for how long to have it. Each time in seconds or milliseconds, not both.
@@ -144,66 +231,75 @@ struct Renew {
     lease_ttl_ms: Option<u64>,
 }
 
-/// How long to wait, and the lease.
-struct Times {
-    wait: Span,
-    lease: Option<Span>,
-}
-
-impl Acquire {
-    fn times(&self) -> Result<Times, ApiError> {
-        let wait = fields::wait(self.acquire_timeout_s, self.acquire_timeout_ms)?;
-        Ok(Times { wait, lease: fields::lasting(self.lease_ttl_s, self.lease_ttl_ms)? })
-    }
-}
-
-impl AcquireSemaphore {
-    fn times(&self) -> Result<Times, ApiError> {
-        let wait = fields::wait(self.acquire_timeout_s, self.acquire_timeout_ms)?;
-        Ok(Times { wait, lease: fields::lasting(self.lease_ttl_s, self.lease_ttl_ms)? })
-    }
-}
-
 async fn acquire(
     key: &Key,
     session: &Session,
     mode: Mode,
-    times: Times,
+    Json(body): Json<Acquire>,
 ) -> Result<Response, ApiError> {
-    let claim = session.claim().await?;
-    let Times { wait, lease } = times;
-    let command = Command::Acquire { key, mode, wait, lease, salt: rand::random() };
-    answer::grant(claim.call(command).await?)
+    let wait = fields::wait(body.acquire_timeout_s, body.acquire_timeout_ms)?;
+    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
+    let salt = rand::random();
+    claim(session, Command::Acquire { key, mode, wait, lease, salt }).await
+}
+
+async fn acquire_slot(
+    key: &Key,
+    session: &Session,
+    Json(body): Json<AcquireSemaphore>,
+) -> Result<Response, ApiError> {
+    let mode = Mode::Semaphore { limit: fields::limit(body.limit)? };
+    let times = Acquire {
+        acquire_timeout_s: body.acquire_timeout_s,
+        acquire_timeout_ms: body.acquire_timeout_ms,
+        lease_ttl_s: body.lease_ttl_s,
+        lease_ttl_ms: body.lease_ttl_ms,
+    };
+    acquire(key, session, mode, Json(times)).await
 }
 
 async fn enqueue(
     key: &Key,
     session: &Session,
     mode: Mode,
-    lease: Option<Span>,
+    body: Option<Json<Enqueue>>,
 ) -> Result<Response, ApiError> {
-    let claim = session.claim().await?;
-    let command = Command::Enqueue { key, mode, lease, salt: rand::random() };
-    answer::grant(claim.call(command).await?)
+    let body = body.map_or_else(Enqueue::default, |Json(body)| body);
+    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
+    claim(session, Command::Enqueue { key, mode, lease, salt: rand::random() }).await
+}
+
+async fn enqueue_slot(
+    key: &Key,
+    session: &Session,
+    Json(body): Json<EnqueueSemaphore>,
+) -> Result<Response, ApiError> {
+    let mode = Mode::Semaphore { limit: fields::limit(body.limit)? };
+    let lease = Enqueue { lease_ttl_s: body.lease_ttl_s, lease_ttl_ms: body.lease_ttl_ms };
+    enqueue(key, session, mode, Some(Json(lease))).await
 }
 
 async fn wait(
     key: &Key,
     session: &Session,
     space: Space,
-    body: &Wait,
+    Json(body): Json<Wait>,
 ) -> Result<Response, ApiError> {
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
-    let claim = session.claim().await?;
-    answer::grant(claim.call(Command::Wait { key, space, wait }).await?)
+    claim(session, Command::Wait { key, space, wait }).await
+}
+
+/// Executes a command that may give the session a lock.
+async fn claim(session: &Session, command: Command<'_>) -> Result<Response, ApiError> {
+    answer::grant(session.claim().await?.call(command).await?)
 }
 
 async fn release(
     key: &Key,
     session: &Session,
     space: Space,
-    body: &Release,
     resign: bool,
+    Json(body): Json<Release>,
 ) -> Result<Response, ApiError> {
     let token = fields::token(body.token.as_deref())?;
     let claim = session.claim().await?;
@@ -216,460 +312,11 @@ async fn renew(
     key: &Key,
     session: &Session,
     space: Space,
-    body: &Renew,
+    Json(body): Json<Renew>,
 ) -> Result<Response, ApiError> {
     let token = fields::token(body.token.as_deref())?;
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
     let claim = session.claim().await?;
     let token = token.ok_or_else(ApiError::not_held)?;
     answer::renewed(&claim.call(Command::Renew { key, space, token, lease }).await?)
-}
-
-/// Acquires a lock: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/locks/{key}",
-    tag = "locks",
-    operation_id = "acquire_lock",
-    params(InKey, NeedsSession),
-    request_body = Acquire,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        AcquireConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn acquire_lock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Acquire>,
-) -> Result<Response, ApiError> {
-    acquire(&key, &session, Mode::Mutex, body.times()?).await
-}
-
-/// Gives a hold back.
-#[utoipa::path(
-    post,
-    path = "/v1/locks/{key}/release",
-    tag = "locks",
-    operation_id = "release_lock",
-    params(InKey, NeedsSession),
-    request_body = Release,
-    responses((status = 204, description = "Done."), NotHeld, SessionGone, Refusals)
-)]
-async fn release_lock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Release>,
-) -> Result<Response, ApiError> {
-    release(&key, &session, Space::Locks, &body, false).await
-}
-
-/// Restarts the lease of a hold.
-#[utoipa::path(
-    post,
-    path = "/v1/locks/{key}/renew",
-    tag = "locks",
-    operation_id = "renew_lock",
-    params(InKey, NeedsSession),
-    request_body = Renew,
-    responses(
-        (status = 200, description = "The lease begins again.", body = RenewedBody),
-        NotHeld,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn renew_lock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Renew>,
-) -> Result<Response, ApiError> {
-    renew(&key, &session, Space::Locks, &body).await
-}
-
-/// Takes a place in the queue of a lock, without waiting for the grant.
-#[utoipa::path(
-    post,
-    path = "/v1/locks/{key}/enqueue",
-    tag = "locks",
-    operation_id = "enqueue_lock",
-    params(InKey, NeedsSession),
-    request_body = Option<Enqueue>,
-    responses(
-        (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody),
-        EnqueueConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn enqueue_lock(
-    key: Key,
-    InSession(session): InSession,
-    body: Option<Json<Enqueue>>,
-) -> Result<Response, ApiError> {
-    let body = body.map_or_else(Enqueue::default, |Json(body)| body);
-    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    enqueue(&key, &session, Mode::Mutex, lease).await
-}
-
-/// Waits for the grant of an enqueued request: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/locks/{key}/wait",
-    tag = "locks",
-    operation_id = "wait_lock",
-    params(InKey, NeedsSession),
-    request_body = Wait,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        WaitConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn wait_lock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Wait>,
-) -> Result<Response, ApiError> {
-    wait(&key, &session, Space::Locks, &body).await
-}
-
-/// Acquires one of the slots of a semaphore: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/semaphores/{key}",
-    tag = "semaphores",
-    operation_id = "acquire_semaphore",
-    params(InKey, NeedsSession),
-    request_body = AcquireSemaphore,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        AcquireConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn acquire_semaphore(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<AcquireSemaphore>,
-) -> Result<Response, ApiError> {
-    acquire(&key, &session, Mode::Semaphore { limit: fields::limit(body.limit)? }, body.times()?)
-        .await
-}
-
-/// Gives a hold back.
-#[utoipa::path(
-    post,
-    path = "/v1/semaphores/{key}/release",
-    tag = "semaphores",
-    operation_id = "release_semaphore",
-    params(InKey, NeedsSession),
-    request_body = Release,
-    responses((status = 204, description = "Done."), NotHeld, SessionGone, Refusals)
-)]
-async fn release_semaphore(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Release>,
-) -> Result<Response, ApiError> {
-    release(&key, &session, Space::Semaphores, &body, false).await
-}
-
-/// Restarts the lease of a hold.
-#[utoipa::path(
-    post,
-    path = "/v1/semaphores/{key}/renew",
-    tag = "semaphores",
-    operation_id = "renew_semaphore",
-    params(InKey, NeedsSession),
-    request_body = Renew,
-    responses(
-        (status = 200, description = "The lease begins again.", body = RenewedBody),
-        NotHeld,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn renew_semaphore(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Renew>,
-) -> Result<Response, ApiError> {
-    renew(&key, &session, Space::Semaphores, &body).await
-}
-
-/// Takes a place in the queue of a semaphore, without waiting for the grant.
-#[utoipa::path(
-    post,
-    path = "/v1/semaphores/{key}/enqueue",
-    tag = "semaphores",
-    operation_id = "enqueue_semaphore",
-    params(InKey, NeedsSession),
-    request_body = EnqueueSemaphore,
-    responses(
-        (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody),
-        EnqueueConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn enqueue_semaphore(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<EnqueueSemaphore>,
-) -> Result<Response, ApiError> {
-    let mode = Mode::Semaphore { limit: fields::limit(body.limit)? };
-    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    enqueue(&key, &session, mode, lease).await
-}
-
-/// Waits for the grant of an enqueued request: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/semaphores/{key}/wait",
-    tag = "semaphores",
-    operation_id = "wait_semaphore",
-    params(InKey, NeedsSession),
-    request_body = Wait,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        WaitConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn wait_semaphore(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Wait>,
-) -> Result<Response, ApiError> {
-    wait(&key, &session, Space::Semaphores, &body).await
-}
-
-/// Acquires a read-write lock for reading: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/read",
-    tag = "rwlocks",
-    operation_id = "acquire_read",
-    params(InKey, NeedsSession),
-    request_body = Acquire,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        AcquireConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn acquire_read(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Acquire>,
-) -> Result<Response, ApiError> {
-    acquire(&key, &session, Mode::Read, body.times()?).await
-}
-
-/// Acquires a read-write lock for writing: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/write",
-    tag = "rwlocks",
-    operation_id = "acquire_write",
-    params(InKey, NeedsSession),
-    request_body = Acquire,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        AcquireConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn acquire_write(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Acquire>,
-) -> Result<Response, ApiError> {
-    acquire(&key, &session, Mode::Write, body.times()?).await
-}
-
-/// Takes a reader's place in the queue, without waiting for the grant.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/read/enqueue",
-    tag = "rwlocks",
-    operation_id = "enqueue_read",
-    params(InKey, NeedsSession),
-    request_body = Option<Enqueue>,
-    responses(
-        (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody),
-        EnqueueConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn enqueue_read(
-    key: Key,
-    InSession(session): InSession,
-    body: Option<Json<Enqueue>>,
-) -> Result<Response, ApiError> {
-    let body = body.map_or_else(Enqueue::default, |Json(body)| body);
-    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    enqueue(&key, &session, Mode::Read, lease).await
-}
-
-/// Takes a writer's place in the queue, without waiting for the grant.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/write/enqueue",
-    tag = "rwlocks",
-    operation_id = "enqueue_write",
-    params(InKey, NeedsSession),
-    request_body = Option<Enqueue>,
-    responses(
-        (status = 200, description = "Granted at once, or a place in the queue.", body = GrantBody),
-        EnqueueConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn enqueue_write(
-    key: Key,
-    InSession(session): InSession,
-    body: Option<Json<Enqueue>>,
-) -> Result<Response, ApiError> {
-    let body = body.map_or_else(Enqueue::default, |Json(body)| body);
-    let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    enqueue(&key, &session, Mode::Write, lease).await
-}
-
-/// Waits for the grant of an enqueued request: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/wait",
-    tag = "rwlocks",
-    operation_id = "wait_rwlock",
-    params(InKey, NeedsSession),
-    request_body = Wait,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        WaitConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn wait_rwlock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Wait>,
-) -> Result<Response, ApiError> {
-    wait(&key, &session, Space::Locks, &body).await
-}
-
-/// Gives a hold back.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/release",
-    tag = "rwlocks",
-    operation_id = "release_rwlock",
-    params(InKey, NeedsSession),
-    request_body = Release,
-    responses((status = 204, description = "Done."), NotHeld, SessionGone, Refusals)
-)]
-async fn release_rwlock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Release>,
-) -> Result<Response, ApiError> {
-    release(&key, &session, Space::Locks, &body, false).await
-}
-
-/// Restarts the lease of a hold.
-#[utoipa::path(
-    post,
-    path = "/v1/rwlocks/{key}/renew",
-    tag = "rwlocks",
-    operation_id = "renew_rwlock",
-    params(InKey, NeedsSession),
-    request_body = Renew,
-    responses(
-        (status = 200, description = "The lease begins again.", body = RenewedBody),
-        NotHeld,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn renew_rwlock(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Renew>,
-) -> Result<Response, ApiError> {
-    renew(&key, &session, Space::Locks, &body).await
-}
-
-/// Stands for election and waits to lead: a long poll.
-#[utoipa::path(
-    post,
-    path = "/v1/elections/{key}",
-    tag = "elections",
-    operation_id = "campaign",
-    params(InKey, NeedsSession),
-    request_body = Acquire,
-    responses(
-        (status = 200, description = "Granted, or not in time.", body = GrantBody),
-        AcquireConflict,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn campaign(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Acquire>,
-) -> Result<Response, ApiError> {
-    acquire(&key, &session, Mode::Election, body.times()?).await
-}
-
-/// Stops leading.
-#[utoipa::path(
-    post,
-    path = "/v1/elections/{key}/resign",
-    tag = "elections",
-    operation_id = "resign",
-    params(InKey, NeedsSession),
-    request_body = Release,
-    responses((status = 204, description = "Done."), NotHeld, SessionGone, Refusals)
-)]
-async fn resign(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Release>,
-) -> Result<Response, ApiError> {
-    release(&key, &session, Space::Locks, &body, true).await
-}
-
-/// Restarts the lease of a hold.
-#[utoipa::path(
-    post,
-    path = "/v1/elections/{key}/renew",
-    tag = "elections",
-    operation_id = "renew_election",
-    params(InKey, NeedsSession),
-    request_body = Renew,
-    responses(
-        (status = 200, description = "The lease begins again.", body = RenewedBody),
-        NotHeld,
-        SessionGone,
-        Refusals
-    )
-)]
-async fn renew_election(
-    key: Key,
-    InSession(session): InSession,
-    Json(body): Json<Renew>,
-) -> Result<Response, ApiError> {
-    renew(&key, &session, Space::Locks, &body).await
 }

@@ -161,7 +161,7 @@ struct Waiter {
 #[utoipa::path(
     get,
     path = "/v1/locks",
-    tag = "look",
+    tag = "inspection",
     params(ListLocks),
     responses((status = 200, description = "A page of locks.", body = LockList), Refusals)
 )]
@@ -290,7 +290,7 @@ struct BarrierLook {
 #[utoipa::path(
     get,
     path = "/v1/locks/{key}",
-    tag = "look",
+    tag = "inspection",
     params(InKey),
     responses((status = 200, description = "What the key is.", body = Inspected), NotFound, Refusals)
 )]
@@ -480,7 +480,7 @@ struct SessionLook {
 #[utoipa::path(
     get,
     path = "/v1/sessions",
-    tag = "look",
+    tag = "inspection",
     params(ListSessions),
     responses((status = 200, description = "A page of sessions.", body = SessionList), Refusals)
 )]
@@ -557,7 +557,7 @@ struct ContendedLook {
 #[utoipa::path(
     get,
     path = "/v1/contention",
-    tag = "look",
+    tag = "inspection",
     params(HowMany),
     responses((status = 200, description = "Those that somebody waits for.", body = ContentionList), Refusals)
 )]
@@ -684,7 +684,7 @@ struct Totals {
 #[utoipa::path(
     get,
     path = "/v1/overview",
-    tag = "look",
+    tag = "inspection",
     responses((status = 200, description = "Numbers.", body = Overview), Refusals)
 )]
 async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, ApiError> {

@@ -4,16 +4,16 @@ use serde::Serialize;
 
 /// SplitMix64: small, fast, and the same sequence for the same seed.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
     /// A generator whose sequence is given by `seed`.
-    pub(crate) fn new(seed: u64) -> Self {
+    pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
     /// The next 64 bits.
-    pub(crate) fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -22,14 +22,14 @@ impl Random {
     }
 
     /// A number below `end`, by multiplication: the bias is far below what a benchmark can see.
-    pub(crate) fn below(&mut self, end: usize) -> usize {
-        let wide = u128::from(self.next()) * end as u128;
+    pub fn below(&mut self, end: usize) -> usize {
+        let wide = u128::from(self.bits()) * end as u128;
         usize::try_from(wide >> 64).expect("below a usize")
     }
 
     /// A number in `0.0..1.0`.
     fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+        (self.bits() >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 

@@ -1,20 +1,18 @@
 //! Who runs: a server, or several, and how they are named on the command line.
 
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::str::FromStr;
 use std::time::Duration;
 
-use clap::ValueEnum;
-
-use super::target::Target;
+use crate::Target;
+use crate::protocol::Protocol;
 
 /// One side of a comparison.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Side {
     /// In reports.
     pub(crate) name: String,
     /// What is spoken.
-    pub(crate) target: Target,
+    pub(crate) protocol: &'static dyn Protocol,
     /// Where.
     pub(crate) servers: Vec<SocketAddr>,
     /// The processes behind it, if known.
@@ -23,31 +21,32 @@ pub(crate) struct Side {
     pub(crate) retry: Option<Duration>,
 }
 
-/// `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID…][,name=NAME][,retry-us=N]`.
-impl FromStr for Side {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
+impl Side {
+    /// `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID…][,name=NAME][,retry-us=N]`.
+    pub(crate) fn parse<T: Target>(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
         let first = parts.next().unwrap_or_default();
         let (target, addresses) = first
             .split_once('=')
             .ok_or_else(|| format!("expected TARGET=HOST:PORT in {first:?}"))?;
-        let target = Target::from_str(target, true)?;
+        let protocol = T::from_str(target, true)?.protocol();
         let servers = addresses.split('+').map(resolve).collect::<Result<_, _>>()?;
-        let mut side =
-            Self { name: target.name().to_owned(), target, servers, pids: Vec::new(), retry: None };
+        let name = protocol.name().to_owned();
+        let mut side = Self { name, protocol, servers, pids: Vec::new(), retry: None };
         for part in parts {
             match part.split_once('=') {
                 Some(("pid", pid)) => {
                     side.pids.push(pid.parse().map_err(|_| format!("not a process id: {pid:?}"))?);
                 }
                 Some(("name", name)) => name.clone_into(&mut side.name),
-                Some(("retry-us", micros)) => {
+                Some(("retry-us", micros)) if !protocol.queues() => {
                     let micros = micros.parse().map_err(|_| format!("not a number: {micros:?}"))?;
                     side.retry = Some(Duration::from_micros(micros));
                 }
-                _ => return Err(format!("expected pid=, name= or retry-us=, not {part:?}")),
+                _ => {
+                    let known = if protocol.queues() { "" } else { " or retry-us=" };
+                    return Err(format!("expected pid= or name={known}, not {part:?}"));
+                }
             }
         }
         Ok(side)
@@ -55,7 +54,7 @@ impl FromStr for Side {
 }
 
 /// The first address of `host:port`.
-pub(crate) fn resolve(text: &str) -> Result<SocketAddr, String> {
+pub fn resolve(text: &str) -> Result<SocketAddr, String> {
     text.to_socket_addrs()
         .map_err(|error| format!("{text:?}: {error}"))?
         .next()
@@ -65,27 +64,36 @@ pub(crate) fn resolve(text: &str) -> Result<SocketAddr, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Api;
+
+    fn parse(text: &str) -> Result<Side, String> {
+        Side::parse::<Api>(text)
+    }
 
     #[test]
     fn whole_side() {
-        let side: Side =
-            "redis=127.0.0.1:1+127.0.0.1:2,pid=7,pid=8,name=two,retry-us=10".parse().unwrap();
-        assert_eq!((side.name.as_str(), side.target), ("two", Target::Redis));
+        let side = parse("grpc=127.0.0.1:1+127.0.0.1:2,pid=7,pid=8,name=two").unwrap();
+        assert_eq!((side.name.as_str(), side.protocol.name()), ("two", "grpc"));
         assert_eq!(side.servers, ["127.0.0.1:1", "127.0.0.1:2"].map(|at| at.parse().unwrap()));
         assert_eq!(side.pids, [7, 8]);
-        assert_eq!(side.retry, Some(Duration::from_micros(10)));
     }
 
     #[test]
     fn short_side_is_named_by_its_target() {
-        let side: Side = "echo=127.0.0.1:1".parse().unwrap();
-        assert_eq!((side.name.as_str(), side.pids.len()), ("echo", 0));
+        let side = parse("http=127.0.0.1:1").unwrap();
+        assert_eq!((side.name.as_str(), side.pids.len()), ("http", 0));
     }
 
     #[test]
     fn nonsense_is_refused() {
-        for text in ["redis", "memcached=127.0.0.1:1", "redis=x", "redis=127.0.0.1:1,pid=x"] {
-            assert!(text.parse::<Side>().is_err(), "{text}");
+        for text in [
+            "dflockd",
+            "memcached=127.0.0.1:1",
+            "dflockd=x",
+            "dflockd=127.0.0.1:1,pid=x",
+            "dflockd=127.0.0.1:1,retry-us=10",
+        ] {
+            assert!(parse(text).is_err(), "{text}");
         }
     }
 }

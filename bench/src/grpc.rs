@@ -1,11 +1,12 @@
-//! dflockd's gRPC door as a load generator sees it: one session and one connection per client.
+//! dflockd's gRPC API as a load generator uses it: one session and one connection per client.
 
 use std::io;
 use std::net::TcpStream;
+use std::time::Instant;
 
-use super::http2::{self, Calls, Method};
-use super::proto::{self, Fields, Value};
-use super::target::{Answer, Proof, Request};
+use crate::http2::{self, Calls, Method};
+use crate::proto::{self, Fields, Value};
+use crate::protocol::{Answer, Dialect, Proof, Protocol, Request, WAIT_S, refused};
 
 /// A token is as long as that.
 const TOKEN_BYTES: usize = 32;
@@ -16,11 +17,35 @@ const RELEASE: Method = Method { place: 2, path: "/dflockd.v1.Locks/Release" };
 const RENEW: Method = Method { place: 3, path: "/dflockd.v1.Locks/Renew" };
 const MEMBERS: Method = Method { place: 0, path: "/dflockd.v1.Cluster/Members" };
 
+/// dflockd by its gRPC API.
+#[derive(Debug)]
+pub struct Grpc;
+
+impl Protocol for Grpc {
+    fn name(&self) -> &'static str {
+        "grpc"
+    }
+
+    fn greet(
+        &self,
+        stream: &mut TcpStream,
+        lease_s: u64,
+        _mux: bool,
+    ) -> io::Result<Box<dyn Dialect>> {
+        Ok(Box::new(Forms::greet(stream, lease_s)?))
+    }
+
+    fn leads(&self, stream: &mut TcpStream) -> io::Result<bool> {
+        let answer = Calls::default().call(stream, MEMBERS, |_| ())?;
+        Ok(http2::message(&answer).is_some_and(member_that_answers_leads))
+    }
+}
+
 /// What requests of one connection are made of.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Forms {
+#[derive(Debug, Default)]
+struct Forms {
     /// What was said on the connection before.
-    pub(crate) calls: Calls,
+    calls: Calls,
     /// `session`, as a field.
     session: Vec<u8>,
     /// What follows the key of an acquire.
@@ -31,27 +56,27 @@ pub(crate) struct Forms {
 
 impl Forms {
     /// Opens a session.
-    pub(crate) fn greet(stream: &mut TcpStream, wait_ms: u64, lease_s: u64) -> io::Result<Self> {
+    fn greet(stream: &mut TcpStream, lease_s: u64) -> io::Result<Self> {
         let mut forms = Self::default();
         let lease_ms = lease_s * 1000;
         let answer =
             forms.calls.call(stream, OPEN, |message| proto::number(message, 1, lease_ms))?;
         let opened = http2::message(&answer);
-        let opened =
-            opened.ok_or_else(|| super::load::refused("the opening of a session", &answer))?;
+        let opened = opened.ok_or_else(|| refused("the opening of a session", &answer))?;
         let session = Fields::bytes(opened, 1);
         if session.is_empty() {
             return Err(io::Error::other("the server opened a session without an id"));
         }
         proto::bytes(&mut forms.session, 1, session);
-        proto::number(&mut forms.acquire_end, 7, wait_ms);
+        proto::number(&mut forms.acquire_end, 7, WAIT_S * 1000);
         proto::number(&mut forms.acquire_end, 8, lease_ms);
         proto::number(&mut forms.renew_end, 7, lease_ms);
         Ok(forms)
     }
+}
 
-    /// Appends a request.
-    pub(crate) fn write(&self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &Proof) {
+impl Dialect for Forms {
+    fn write(&mut self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &mut Proof) {
         let method = match request {
             Request::Acquire => ACQUIRE,
             Request::Release => RELEASE,
@@ -70,10 +95,22 @@ impl Forms {
             }
         });
     }
+
+    fn frame(&self, input: &[u8]) -> Option<usize> {
+        http2::frame(input)
+    }
+
+    fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+        read(request, answer, proof)
+    }
+
+    fn reply(&mut self, out: &mut Vec<u8>, answer: &[u8], now: Instant) {
+        self.calls.reply(answer, out, now);
+    }
 }
 
 /// What a whole answer means.
-pub(crate) fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
     let Some(message) = http2::message(answer) else { return Answer::Refused };
     if request != Request::Acquire {
         return Answer::Done;
@@ -86,12 +123,6 @@ pub(crate) fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer
         Some(fence) if proof.set(token) => Answer::Granted { fence },
         _ => Answer::Refused,
     }
-}
-
-/// Whether the server leads its cluster.
-pub(crate) fn leads(stream: &mut TcpStream) -> io::Result<bool> {
-    let answer = Calls::default().call(stream, MEMBERS, |_| ())?;
-    Ok(http2::message(&answer).is_some_and(member_that_answers_leads))
 }
 
 fn member_that_answers_leads(members: &[u8]) -> bool {
@@ -125,10 +156,10 @@ mod tests {
 
     #[test]
     fn requests() {
-        let forms = Forms { session: vec![0x0a, 1, b's'], ..Forms::default() };
+        let mut forms = Forms { session: vec![0x0a, 1, b's'], ..Forms::default() };
         let (mut out, mut proof) = (Vec::new(), Proof::none());
         proof.set(b"token");
-        forms.write(&mut out, Request::Release, b"key", &proof);
+        forms.write(&mut out, Request::Release, b"key", &mut proof);
         assert_eq!(http2::called(&out), Some(&b"\x0a\x01s\x22\x03key\x32\x05token"[..]));
     }
 

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use super::side;
+use dflockd_bench::resolve;
 
 /// How often the slow ones send a byte.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -15,7 +15,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// The HTTP door of a server.
-    #[arg(long, value_parser = side::resolve)]
+    #[arg(long, value_parser = resolve)]
     server: SocketAddr,
     /// How many connections.
     #[arg(long, default_value = "5000")]

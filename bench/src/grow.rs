@@ -5,11 +5,10 @@ use std::time::{Duration, Instant};
 
 use mio::{Events, Poll};
 
-use super::link::{Greeted, Link};
-use super::load::{Plan, Tally, Usage, key_name, refused};
-use super::numbers::Random;
-use super::report::{Progress, Round};
-use super::target::{Answer, Proof, Request};
+use crate::link::{Greeted, Link};
+use crate::load::{Plan, Tally, Usage, key_name};
+use crate::protocol::{Answer, Proof, Request, refused};
+use crate::report::{Progress, Round};
 
 /// Requests on their way at once while filling: their answers fit into a socket's buffer.
 const FILL_BATCH: usize = 256;
@@ -22,24 +21,21 @@ const FILL_LEASE_S: u64 = 3600;
 
 /// Takes `count` locks and holds them for as long as the result lives.
 pub(crate) fn fill(plan: &Plan, count: usize, progress: &Progress) -> io::Result<Vec<Greeted>> {
-    let mut random = Random::new(1);
     let mut connections = Vec::new();
     let mut out = Vec::new();
     for index in 0..FILL_CONNECTIONS {
         let address = plan.servers[index % plan.servers.len()];
-        let mut greeted = Greeted::connect(plan.target, address, FILL_LEASE_S, false)?;
+        let mut greeted = Greeted::connect(plan.protocol, address, FILL_LEASE_S, false)?;
         let keys: Vec<usize> = (index..count).step_by(FILL_CONNECTIONS).collect();
         for batch in keys.chunks(FILL_BATCH) {
             out.clear();
             for key in batch {
                 // Apart from the keys of the load, which are numbered from 0.
                 let name = [key_name(*key).as_slice(), b"/held"].concat();
-                let (dialect, proof) = (&greeted.dialect, &mut Proof::none());
-                let acquire = Request::Acquire;
-                plan.target.write(&mut out, dialect, acquire, &name, proof, 0, &mut random);
+                greeted.dialect.write(&mut out, Request::Acquire, &name, &mut Proof::none());
             }
             greeted.stream.write_all(&out)?;
-            read_grants(plan, &mut greeted, batch.len())?;
+            read_grants(&mut greeted, batch.len())?;
             progress.tick();
         }
         connections.push(greeted);
@@ -47,7 +43,7 @@ pub(crate) fn fill(plan: &Plan, count: usize, progress: &Progress) -> io::Result
     Ok(connections)
 }
 
-fn read_grants(plan: &Plan, greeted: &mut Greeted, count: usize) -> io::Result<()> {
+fn read_grants(greeted: &mut Greeted, count: usize) -> io::Result<()> {
     let mut input = Vec::new();
     let mut chunk = [0; 16_384];
     let mut left = count;
@@ -58,9 +54,9 @@ fn read_grants(plan: &Plan, greeted: &mut Greeted, count: usize) -> io::Result<(
         }
         input.extend_from_slice(&chunk[..length]);
         let mut done = 0;
-        while let Some(length) = plan.target.frame(&input[done..]) {
+        while let Some(length) = greeted.dialect.frame(&input[done..]) {
             let answer = &input[done..done + length];
-            match plan.target.read(Request::Acquire, answer, &mut Proof::none()) {
+            match greeted.dialect.read(Request::Acquire, answer, &mut Proof::none()) {
                 Answer::Granted { .. } => left -= 1,
                 Answer::Busy | Answer::Done | Answer::Refused => {
                     return Err(refused("an acquire", answer));
@@ -95,11 +91,9 @@ pub(crate) fn hand_over(plan: &Plan, keys: usize, progress: &Progress) -> io::Re
         clients.push(Client { link, key, proof: Proof::none(), request: Request::Acquire });
     }
     let mut queue = Queue {
-        plan,
         poll,
         events: Events::with_capacity(1024),
         scratch: vec![0; 65_536],
-        random: Random::new(1),
         names: (0..keys).map(key_name).collect(),
         holders: vec![None; keys],
         clients,
@@ -127,19 +121,17 @@ pub(crate) fn hand_over(plan: &Plan, keys: usize, progress: &Progress) -> io::Re
     Ok(tally.round(plan, usage))
 }
 
-struct Queue<'a> {
-    plan: &'a Plan,
+struct Queue {
     poll: Poll,
     events: Events,
     scratch: Vec<u8>,
-    random: Random,
     names: Vec<Vec<u8>>,
     /// By key.
     holders: Vec<Option<usize>>,
     clients: Vec<Client>,
 }
 
-impl Queue<'_> {
+impl Queue {
     fn pass_for(
         &mut self,
         total: Duration,
@@ -172,8 +164,7 @@ impl Queue<'_> {
         let Client { link, key, proof, request: asked } = &mut self.clients[index];
         *asked = request;
         let name = &self.names[*key];
-        let random = &mut self.random;
-        self.plan.target.write(&mut link.out, &link.dialect, request, name, proof, 0, random);
+        link.dialect.write(&mut link.out, request, name, proof);
         link.flush()
     }
 
@@ -183,13 +174,13 @@ impl Queue<'_> {
         for index in ready {
             let client = &mut self.clients[index];
             let filled = client.link.receive(&mut self.scratch)?;
-            let Some(length) = self.plan.target.frame(&self.scratch[..filled]) else {
+            let Some(length) = client.link.dialect.frame(&self.scratch[..filled]) else {
                 client.link.keep(&self.scratch[..filled]);
                 client.link.flush()?;
                 continue;
             };
             let answer = &self.scratch[..length];
-            match self.plan.target.read(client.request, answer, &mut client.proof) {
+            match client.link.dialect.read(client.request, answer, &mut client.proof) {
                 Answer::Granted { .. } => {
                     let key = client.key;
                     if self.holders[key].replace(index).is_some() {

@@ -1,29 +1,28 @@
 //! Load on lock servers, and how they compare.
 //!
-//! [`load`] is the generator, [`target`] what it speaks, [`check`] the oracle beside it;
-//! [`holders`] and [`grow`] are the workloads that are no closed loop; [`report`] shows the
-//! outcome. Absolute figures depend on the machine and on what else runs on it: compare sides
-//! of one run.
+//! `load` is the generator, [`protocol`] what it must know of what it speaks, `check` the oracle beside it; `holders`
+//! and `grow` are the workloads that are no closed loop; `report` shows the outcome. Which servers there are is the
+//! caller's business ([`Target`]); the library itself speaks with dflockd only. Absolute figures depend on the machine
+//! and on what else runs on it: compare sides of one run.
 
 mod check;
-mod crowd;
-mod echo;
-mod etcd;
 mod grow;
 mod grpc;
 mod holders;
 mod http;
-mod http2;
+pub mod http2;
 mod leader;
+pub mod lines;
 mod link;
 mod load;
 mod numbers;
 mod process;
-mod proto;
+pub mod proto;
+pub mod protocol;
 mod report;
 mod side;
-mod target;
 
+use std::fmt;
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -31,34 +30,36 @@ use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+pub use self::grpc::Grpc;
+pub use self::http::Http;
+use self::lines::Lines;
 use self::load::{Keys, Plan};
+pub use self::numbers::Random;
+use self::protocol::Protocol;
 use self::report::{Lap, Progress, Race};
 use self::side::Side;
-use self::target::Target;
+pub use self::side::resolve;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
-#[command(args_conflicts_with_subcommands = true)]
-pub(crate) struct Args {
-    #[command(subcommand)]
-    verb: Option<Verb>,
+pub struct Args<T: Target> {
     /// The load: own keys, one key, zipf, idle holders, pipelined, several servers, state grows.
     #[arg(long, value_enum, default_value = "w1")]
     workload: Workload,
     /// Servers; connection i goes to server i modulo their number.
-    #[arg(long, value_delimiter = ',', default_value = "127.0.0.1:6388", value_parser = side::resolve)]
+    #[arg(long, value_delimiter = ',', default_value = "127.0.0.1:6388", value_parser = resolve)]
     servers: Vec<SocketAddr>,
     /// Send everything to the server that leads, on all sides; asked before each round.
     #[arg(long)]
     leader: bool,
     /// What the servers are.
     #[arg(long, value_enum, default_value = "dflockd")]
-    target: Target,
+    target: T,
     /// Processes of the servers, for processor time and memory.
     #[arg(long, value_delimiter = ',')]
     pid: Vec<u32>,
-    /// Another side, in alternating rounds: `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID][,name=NAME][,retry-us=N]`.
-    #[arg(long, value_name = "SIDE")]
+    /// Another side, in alternating rounds: `TARGET=HOST:PORT[+HOST:PORT…][,pid=PID][,name=NAME]`.
+    #[arg(long, value_name = "SIDE", value_parser = Side::parse::<T>)]
     compare: Vec<Side>,
     /// Connections [w1, w2, w6: 64; w3: 256; w4: 10000 holders; w5: 1; grow: 10000 waiters].
     #[arg(long)]
@@ -87,22 +88,39 @@ pub(crate) struct Args {
     /// Number the requests (feature word mux) instead of relying on the order of answers.
     #[arg(long)]
     mux: bool,
-    /// Mean pause in microseconds before a taken lock is tried again, for Redis.
-    #[arg(long, default_value = "1000")]
-    retry_us: u64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Mean pause before a lock that is taken is tried again, where the server has no queue.
+    #[arg(skip = Duration::from_millis(1))]
+    pub retry: Duration,
 }
 
-#[derive(Debug, clap::Subcommand)]
-enum Verb {
-    /// Serve fixed answers: the floor of a comparison.
-    #[command(hide = true)]
-    Echo(echo::Args),
-    /// Slow HTTP clients, to measure others beside them.
-    #[command(hide = true)]
-    Crowd(crowd::Args),
+/// The kinds of servers that a program knows, as values of its options.
+pub trait Target: clap::ValueEnum + fmt::Debug + Send + Sync + 'static {
+    /// What is spoken with such a server.
+    fn protocol(&self) -> &'static dyn Protocol;
+}
+
+/// The APIs of dflockd.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Api {
+    /// The line protocol of dflockd.
+    Dflockd,
+    /// The HTTP API of dflockd.
+    Http,
+    /// The gRPC API of dflockd.
+    Grpc,
+}
+
+impl Target for Api {
+    fn protocol(&self) -> &'static dyn Protocol {
+        match self {
+            Self::Dflockd => &Lines,
+            Self::Http => &Http,
+            Self::Grpc => &Grpc,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -126,52 +144,46 @@ enum Workload {
 /// Exit status if the server cannot be reached.
 const UNREACHABLE: u8 = 69;
 
-/// Runs it.
-pub(crate) fn run(args: &Args) -> ExitCode {
-    let outcome = match &args.verb {
-        Some(Verb::Echo(echo)) => return exit(echo::run(echo)),
-        Some(Verb::Crowd(crowd)) => {
-            raise_descriptor_limit();
-            return exit(crowd::run(crowd));
-        }
-        None => args.races(),
-    };
-    let races = match outcome {
-        Ok(races) => races,
-        Err(error) => return exit(Err(error)),
-    };
-    let mut shown = String::new();
-    if args.json {
-        shown = match serde_json::to_string_pretty(&races) {
-            Ok(text) => text + "\n",
-            Err(error) => return exit(Err(error.into())),
-        };
-    } else {
-        for race in &races {
-            shown += &race.text();
-        }
-    }
-    if let Err(error) = io::stdout().write_all(shown.as_bytes()) {
-        return exit(Err(error));
-    }
-    let mut violated = false;
-    for text in races.iter().flat_map(Race::violations) {
-        violated = true;
-        eprintln!("dflockctl bench: violation: {text}");
-    }
-    if violated { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
-fn exit(outcome: io::Result<()>) -> ExitCode {
+/// The exit status for `outcome`, after telling on stderr as `program` what went wrong.
+pub fn exit(program: &str, outcome: io::Result<()>) -> ExitCode {
     let Err(error) = outcome else {
         return ExitCode::SUCCESS;
     };
-    eprintln!("dflockctl bench: {error}");
+    complain(program, &error);
     let unreachable = [io::ErrorKind::ConnectionRefused, io::ErrorKind::TimedOut];
     ExitCode::from(if unreachable.contains(&error.kind()) { UNREACHABLE } else { 1 })
 }
 
-impl Args {
+fn complain(program: &str, what: impl fmt::Display) {
+    eprintln!("{program}: {what}");
+}
+
+impl<T: Target> Args<T> {
+    /// Puts the load on the servers and prints the figures; `program` is named in errors.
+    pub fn run(&self, program: &str) -> ExitCode {
+        let shown = self.races().and_then(|races| {
+            io::stdout().write_all(self.show(&races)?.as_bytes())?;
+            Ok(races)
+        });
+        let races = match shown {
+            Ok(races) => races,
+            Err(error) => return exit(program, Err(error)),
+        };
+        let mut violated = false;
+        for text in races.iter().flat_map(Race::violations) {
+            violated = true;
+            complain(program, format_args!("violation: {text}"));
+        }
+        if violated { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+    }
+
+    fn show(&self, races: &[Race]) -> io::Result<String> {
+        if self.json {
+            return Ok(serde_json::to_string_pretty(races)? + "\n");
+        }
+        Ok(races.iter().map(Race::text).collect())
+    }
+
     fn races(&self) -> io::Result<Vec<Race>> {
         if self.rounds == 0 || self.lease == 0 || self.threads == 0 || self.in_flight == 0 {
             return Err(io::Error::other("rounds, lease, threads and in-flight start at 1"));
@@ -183,22 +195,18 @@ impl Args {
         if !valid(self.seconds) || !valid(self.warmup) || self.seconds == 0.0 {
             return Err(io::Error::other("seconds and warmup are at most a day"));
         }
-        raise_descriptor_limit();
-        let mut sides = vec![Side {
-            name: self.target.name().to_owned(),
-            target: self.target,
-            servers: self.servers.clone(),
-            pids: self.pid.clone(),
-            retry: None,
-        }];
-        sides.extend(self.compare.iter().cloned());
+        if self.mux && matches!(self.workload, Workload::W4 | Workload::Grow) {
+            return Err(io::Error::other("w4 and grow do not number their requests"));
+        }
+        let sides = self.sides();
         let pipelined = self.workload == Workload::W5 && self.in_flight > 1;
-        if let Some(side) = sides.iter().find(|side| pipelined && !side.target.pipelines()) {
+        if let Some(side) = sides.iter().find(|side| pipelined && !side.protocol.pipelines()) {
             return Err(io::Error::other(format!("{} cannot be pipelined", side.name)));
         }
         if self.leader && self.workload == Workload::Grow {
             return Err(io::Error::other("grow has no leader"));
         }
+        raise_descriptor_limit();
         let each = self.seconds + self.warmup;
         let rounds = u32::try_from(self.rounds * sides.len()).unwrap_or(u32::MAX);
         let progress = Progress::new(Duration::from_secs_f64(each) * rounds);
@@ -215,7 +223,7 @@ impl Args {
                 let mut plan = plan.clone();
                 if self.leader {
                     // Another one may lead by now.
-                    plan.servers = vec![leader::find_among(plan.target, &plan.servers)?];
+                    plan.servers = vec![leader::find_among(plan.protocol, &plan.servers)?];
                 }
                 lap.rounds.push(if self.workload == Workload::W4 {
                     holders::run(&plan, baseline, &progress)?
@@ -225,7 +233,21 @@ impl Args {
             }
         }
         drop(progress);
-        Ok(vec![Race::new(self.workload.name(), self.describe(&plans[0]), laps)])
+        Ok(vec![Race::new(self.workload.name(), self.describe(&plans), laps)])
+    }
+
+    /// The servers given by options of their own, then those to compare with.
+    fn sides(&self) -> Vec<Side> {
+        let protocol = self.target.protocol();
+        let mut sides = vec![Side {
+            name: protocol.name().to_owned(),
+            protocol,
+            servers: self.servers.clone(),
+            pids: self.pid.clone(),
+            retry: None,
+        }];
+        sides.extend(self.compare.iter().cloned());
+        sides
     }
 
     fn plan(&self, side: &Side) -> Plan {
@@ -237,7 +259,7 @@ impl Args {
             Workload::W5 => (1, self.in_flight, Keys::Own),
         };
         Plan {
-            target: side.target,
+            protocol: side.protocol,
             servers: side.servers.clone(),
             pids: side.pids.clone(),
             connections: self.connections.unwrap_or(connections),
@@ -248,11 +270,12 @@ impl Args {
             warmup: Duration::from_secs_f64(self.warmup),
             threads: self.threads,
             mux: self.mux,
-            retry: side.retry.unwrap_or(Duration::from_micros(self.retry_us)),
+            retry: side.retry.unwrap_or(self.retry),
         }
     }
 
-    fn describe(&self, plan: &Plan) -> String {
+    fn describe(&self, plans: &[Plan]) -> String {
+        let plan = &plans[0];
         let connections = plan.connections;
         let what = match self.workload {
             Workload::W1 => format!("{connections} connections, own keys"),
@@ -280,23 +303,24 @@ impl Args {
         if self.leader {
             text += "; all to the leader";
         }
-        if contended && self.speaks(Target::Redis) {
-            text += &format!(
-                "; Redis tries again after {} µs unless its name says otherwise",
-                self.retry_us
-            );
-        }
-        if self.speaks(Target::Etcd) {
-            text += "; etcd by its JSON gateway";
-        }
-        if self.speaks(Target::EtcdGrpc) {
-            text += "; etcd-grpc by gRPC";
+        let mut told = Vec::new();
+        for protocol in plans.iter().map(|plan| plan.protocol) {
+            let name = protocol.name();
+            if told.contains(&name) {
+                continue;
+            }
+            told.push(name);
+            if contended && protocol.excludes() && !protocol.queues() {
+                let pause = self.retry.as_micros();
+                text += &format!(
+                    "; {name} tries again after {pause} µs unless its name says otherwise"
+                );
+            }
+            if let Some(note) = protocol.note() {
+                text += &format!("; {name} {note}");
+            }
         }
         text
-    }
-
-    fn speaks(&self, target: Target) -> bool {
-        self.target == target || self.compare.iter().any(|side| side.target == target)
     }
 
     /// W1 with many other locks held. The other side is a second server that stays empty, in
@@ -367,7 +391,7 @@ impl Workload {
 }
 
 /// Each connection takes a descriptor; if the limit cannot be raised, connecting says so.
-fn raise_descriptor_limit() {
+pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     let _ = setrlimit(Resource::Nofile, raised);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use mio::net::TcpStream;
 use mio::{Interest, Registry, Token};
 
-use super::target::{Dialect, Target};
+use crate::protocol::{Dialect, Protocol};
 
 /// How long a connection may take to be made and greeted.
 const CONNECT_WITHIN: Duration = Duration::from_secs(5);
@@ -18,19 +18,19 @@ pub(crate) struct Greeted {
     /// The socket.
     pub(crate) stream: BlockingStream,
     /// What requests on it need.
-    pub(crate) dialect: Dialect,
+    pub(crate) dialect: Box<dyn Dialect>,
 }
 
 impl Greeted {
     /// Connects and says what has to be said first.
     pub(crate) fn connect(
-        target: Target,
+        protocol: &dyn Protocol,
         address: SocketAddr,
         lease_s: u64,
         mux: bool,
     ) -> io::Result<Self> {
         let mut stream = connect(address)?;
-        let dialect = target.greet(&mut stream, lease_s, mux)?;
+        let dialect = protocol.greet(&mut stream, lease_s, mux)?;
         Ok(Self { stream, dialect })
     }
 }
@@ -49,7 +49,7 @@ pub(crate) fn connect(address: SocketAddr) -> io::Result<BlockingStream> {
 pub(crate) struct Link {
     stream: TcpStream,
     /// What requests on it need.
-    pub(crate) dialect: Dialect,
+    pub(crate) dialect: Box<dyn Dialect>,
     /// The beginning of an answer whose end has not come yet.
     partial: Vec<u8>,
     /// Requests not yet written.

@@ -3,16 +3,17 @@
 //! the connection after its first use.
 //!
 //! One call at a time on a connection: answers are not told apart by their stream. Knows nothing of what is called;
-//! that is the business of [`super::grpc`] and [`super::etcd`].
+//! that is the business of the protocols.
 
 use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use super::target::concat;
+use crate::protocol::concat;
 
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// What a connection begins with.
+pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const HEAD: usize = 9;
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
@@ -40,16 +41,16 @@ const COMMON: [(u8, &str, &str); 3] =
 
 /// A method that is called.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Method {
+pub struct Method {
     /// Distinguishes those of one connection, from 0.
-    pub(crate) place: usize,
+    pub place: usize,
     /// Service and name.
-    pub(crate) path: &'static str,
+    pub path: &'static str,
 }
 
 /// The calling side of one connection.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Calls {
+#[derive(Debug, Default)]
+pub struct Calls {
     /// The stream of the last call; 0 before the first.
     stream: Cell<u32>,
     /// How many headers have been put into the table.
@@ -66,7 +67,7 @@ pub(crate) struct Calls {
 
 impl Calls {
     /// Appends a call; `fill` appends its message.
-    pub(crate) fn write(&self, out: &mut Vec<u8>, method: Method, fill: impl FnOnce(&mut Vec<u8>)) {
+    pub fn write(&self, out: &mut Vec<u8>, method: Method, fill: impl FnOnce(&mut Vec<u8>)) {
         let stream = match self.stream.get() {
             0 => {
                 out.extend_from_slice(PREFACE);
@@ -118,7 +119,7 @@ impl Calls {
     }
 
     /// Calls and waits, before the load begins: the whole answer.
-    pub(crate) fn call(
+    pub fn call(
         &self,
         stream: &mut TcpStream,
         method: Method,
@@ -143,7 +144,7 @@ impl Calls {
     }
 
     /// Appends what the server expects to hear about the connection: that its settings are known, that we are there.
-    pub(crate) fn reply(&self, answer: &[u8], out: &mut Vec<u8>, now: Instant) {
+    pub fn reply(&self, answer: &[u8], out: &mut Vec<u8>, now: Instant) {
         let mut rest = answer;
         while let Some((kind, flags, payload, behind)) = split(rest) {
             rest = behind;
@@ -191,7 +192,7 @@ fn split(input: &[u8]) -> Option<(u8, u8, &[u8], &[u8])> {
 }
 
 /// The length of the first whole answer, with what the server says about the connection in front of it.
-pub(crate) fn frame(input: &[u8]) -> Option<usize> {
+pub fn frame(input: &[u8]) -> Option<usize> {
     let mut rest = input;
     loop {
         let (kind, flags, _, behind) = split(rest)?;
@@ -204,7 +205,7 @@ pub(crate) fn frame(input: &[u8]) -> Option<usize> {
 }
 
 /// The message of an answer, without its prefix; a refusal has none.
-pub(crate) fn message(answer: &[u8]) -> Option<&[u8]> {
+pub fn message(answer: &[u8]) -> Option<&[u8]> {
     let mut rest = answer;
     while let Some((kind, _, payload, behind)) = split(rest) {
         if kind == DATA {

@@ -1,7 +1,7 @@
 //! As much of the encoding of protocol buffers as the calls of the generator need.
 
 /// Appends a field of bytes. All of ours are shorter than 128.
-pub(crate) fn bytes(out: &mut Vec<u8>, tag: u8, value: &[u8]) {
+pub fn bytes(out: &mut Vec<u8>, tag: u8, value: &[u8]) {
     debug_assert!(value.len() < 128, "its length would take two bytes");
     out.push(tag << 3 | 2);
     out.push(u8::try_from(value.len()).unwrap_or(0));
@@ -9,7 +9,7 @@ pub(crate) fn bytes(out: &mut Vec<u8>, tag: u8, value: &[u8]) {
 }
 
 /// Appends a field with a number.
-pub(crate) fn number(out: &mut Vec<u8>, tag: u8, mut value: u64) {
+pub fn number(out: &mut Vec<u8>, tag: u8, mut value: u64) {
     out.push(tag << 3);
     while value >= 0x80 {
         out.push(u8::try_from(value & 0x7f).unwrap_or(0) | 0x80);
@@ -20,7 +20,7 @@ pub(crate) fn number(out: &mut Vec<u8>, tag: u8, mut value: u64) {
 
 /// What a field holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Value<'a> {
+pub enum Value<'a> {
     /// A number or a truth.
     Number(u64),
     /// Text, bytes or a message.
@@ -28,7 +28,7 @@ pub(crate) enum Value<'a> {
 }
 
 /// The fields of a message with their tags, as far as they can be read.
-pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
+pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Iterator for Fields<'a> {
     type Item = (u64, Value<'a>);
@@ -64,7 +64,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The number of field `tag`; what is absent is 0.
-    pub(crate) fn number(message: &'a [u8], tag: u64) -> u64 {
+    pub fn number(message: &'a [u8], tag: u64) -> u64 {
         let found = Self(message).find_map(|field| match field {
             (found, Value::Number(value)) if found == tag => Some(value),
             _ => None,
@@ -73,7 +73,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The bytes of the first field `tag`; what is absent is empty.
-    pub(crate) fn bytes(message: &'a [u8], tag: u64) -> &'a [u8] {
+    pub fn bytes(message: &'a [u8], tag: u64) -> &'a [u8] {
         let found = Self(message).find_map(|field| match field {
             (found, Value::Bytes(value)) if found == tag => Some(value),
             _ => None,

@@ -1,10 +1,43 @@
 //! The floor: a server that reads the line protocol and answers without deciding anything.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{self, Ipv4Addr, SocketAddr};
 
+use dflockd_bench::lines::Lines;
+use dflockd_bench::protocol::{Dialect, Protocol};
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
+
+/// A server that says yes to everybody, driven as dflockd is.
+#[derive(Debug)]
+pub(crate) struct Echo;
+
+impl Protocol for Echo {
+    fn name(&self) -> &'static str {
+        "echo"
+    }
+
+    fn excludes(&self) -> bool {
+        false
+    }
+
+    fn queues(&self) -> bool {
+        false
+    }
+
+    fn pipelines(&self) -> bool {
+        true
+    }
+
+    fn greet(
+        &self,
+        stream: &mut net::TcpStream,
+        lease_s: u64,
+        _mux: bool,
+    ) -> io::Result<Box<dyn Dialect>> {
+        Lines.greet(stream, lease_s, false)
+    }
+}
 
 /// What to serve.
 #[derive(Debug, clap::Args)]

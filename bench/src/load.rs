@@ -2,7 +2,7 @@
 //!
 //! One operation is one acquire and one release. A client of the load (a *slot*) sends its next
 //! request when the answer to the last one has come; a connection carries one slot, or several
-//! if it is pipelined. Nothing is allocated per operation, except by the gateway of etcd.
+//! if it is pipelined. The loop allocates nothing per operation.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -15,12 +15,13 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use mio::{Events, Poll};
 
-use super::check::{Exclusion, Order};
-use super::link::{Greeted, Link};
-use super::numbers::{Random, Zipf, jain};
-use super::process;
-use super::report::{Progress, Round};
-use super::target::{Answer, Proof, Request, Target, split_number};
+use crate::check::{Exclusion, Order};
+use crate::lines::{split_number, write_number};
+use crate::link::{Greeted, Link};
+use crate::numbers::{Random, Zipf, jain};
+use crate::process;
+use crate::protocol::{Answer, Proof, Protocol, Request, refused};
+use crate::report::{Progress, Round};
 
 /// Bytes taken in by one read.
 const SCRATCH_BYTES: usize = 65_536;
@@ -50,7 +51,7 @@ pub(crate) enum Keys {
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     /// What is spoken.
-    pub(crate) target: Target,
+    pub(crate) protocol: &'static dyn Protocol,
     /// Connection `i` goes to server `i` modulo their number.
     pub(crate) servers: Vec<SocketAddr>,
     /// The processes whose time and memory are counted.
@@ -87,8 +88,7 @@ impl Plan {
     /// Makes and greets connection `index`.
     pub(crate) fn connect(&self, index: usize) -> io::Result<Greeted> {
         let address = self.servers[index % self.servers.len()];
-        let mux = self.mux && self.target == Target::Dflockd;
-        Greeted::connect(self.target, address, self.lease_s, mux)
+        Greeted::connect(self.protocol, address, self.lease_s, self.mux)
     }
 }
 
@@ -121,7 +121,7 @@ pub(crate) fn run(plan: &Plan, progress: &Progress) -> io::Result<Round> {
         Keys::Zipf(count) => Some(Zipf::new(count, 0.99)),
         Keys::Own | Keys::One => None,
     };
-    let exclusion = plan.target.excludes().then(|| Exclusion::new(keys.len()));
+    let exclusion = plan.protocol.excludes().then(|| Exclusion::new(keys.len()));
     let threads = plan.threads.clamp(1, plan.connections);
     let mut connections: Vec<Vec<(usize, Greeted)>> = (0..threads).map(|_| Vec::new()).collect();
     for index in 0..plan.connections {
@@ -358,7 +358,7 @@ impl<'a> Worker<'a> {
         // With several threads nobody sees all grants.
         let one = plan.keys == Keys::One && plan.threads == 1;
         tally.hand_overs = one.then_some(0);
-        tally.order = (one && plan.target.queues()).then(Order::default);
+        tally.order = (one && plan.protocol.queues()).then(Order::default);
         Ok(Self {
             shared,
             poll,
@@ -425,7 +425,7 @@ impl<'a> Worker<'a> {
         loop {
             let filled = self.links[link].receive(scratch)?;
             let mut done = 0;
-            while let Some(length) = self.shared.plan.target.frame(&scratch[done..filled]) {
+            while let Some(length) = self.links[link].dialect.frame(&scratch[done..filled]) {
                 self.answered(link, &scratch[done..done + length])?;
                 done += length;
             }
@@ -439,7 +439,7 @@ impl<'a> Worker<'a> {
 
     fn answered(&mut self, link: usize, answer: &[u8]) -> io::Result<()> {
         let pending = &mut self.pending[link];
-        let (slot, body) = if self.links[link].dialect.mux {
+        let (slot, body) = if self.links[link].dialect.numbered() {
             let numbered = split_number(answer);
             match numbered.and_then(|(n, body)| Some((pending.numbered.remove(&n)?, body))) {
                 Some(found) => found,
@@ -452,9 +452,9 @@ impl<'a> Worker<'a> {
             }
         };
         let Link { out, dialect, .. } = &mut self.links[link];
-        self.shared.plan.target.reply(out, dialect, answer, self.now);
+        dialect.reply(out, answer, self.now);
         let state = &mut self.slots[slot];
-        match self.shared.plan.target.read(state.request, body, &mut state.proof) {
+        match dialect.read(state.request, body, &mut state.proof) {
             Answer::Granted { fence } => self.granted(slot, fence),
             Answer::Busy => self.taken(slot),
             Answer::Done => self.released(slot),
@@ -572,32 +572,14 @@ impl<'a> Worker<'a> {
         state.request = request;
         let link = &mut self.links[state.link];
         let pending = &mut self.pending[state.link];
-        if link.dialect.mux {
+        if link.dialect.numbered() {
             pending.numbers_used += 1;
+            write_number(&mut link.out, pending.numbers_used);
             pending.numbered.insert(pending.numbers_used, slot);
         } else {
             pending.in_order.push_back(slot);
         }
-        self.shared.plan.target.write(
-            &mut link.out,
-            &link.dialect,
-            request,
-            &self.shared.keys[state.key],
-            &mut state.proof,
-            pending.numbers_used,
-            &mut self.random,
-        );
+        let key = &self.shared.keys[state.key];
+        link.dialect.write(&mut link.out, request, key, &mut state.proof);
     }
-}
-
-/// The server answered something that ends the run.
-pub(crate) fn refused(what: &str, answer: &[u8]) -> io::Error {
-    let text = String::from_utf8_lossy(answer);
-    let advice = match text.trim() {
-        "error_max_locks" => "; start the server with a larger --max-locks",
-        "error_max_waiters" => "; start the server with a larger --max-waiters",
-        _ => "",
-    };
-    let shown: String = text.trim().chars().take(300).collect();
-    io::Error::other(format!("the server answered {shown:?} to {what}{advice}"))
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::numbers::Spread;
+use crate::numbers::Spread;
 
 /// The figures of one round on one side.
 #[derive(Debug, Clone, Default, Serialize)]

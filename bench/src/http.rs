@@ -1,18 +1,47 @@
-//! dflockd's HTTP door as a load generator sees it: requests are written from parts that were prepared when the
-//! connection was made, answers are looked at no further than needed. HTTP/1.1 with kept connections.
+//! dflockd's HTTP API as a load generator uses it, one session per connection: requests are written from parts that
+//! were prepared when the connection was made, answers are looked at no further than needed. HTTP/1.1 with kept
+//! connections.
 
-use super::target::{Answer, Proof, Request, concat, member};
+use std::io::{self, Write};
+use std::net::TcpStream;
+
+use crate::protocol::{
+    Answer, Dialect, Proof, Protocol, Request, WAIT_S, concat, member, read_answer, refused,
+};
 
 /// The first request of a connection.
-pub(crate) const OPEN_SESSION: &[u8] =
+const OPEN_SESSION: &[u8] =
     b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n";
 
 /// A token is as long as that.
 const TOKEN_BYTES: usize = 32;
 
+/// dflockd by its HTTP API.
+#[derive(Debug)]
+pub struct Http;
+
+impl Protocol for Http {
+    fn name(&self) -> &'static str {
+        "http"
+    }
+
+    fn greet(
+        &self,
+        stream: &mut TcpStream,
+        lease_s: u64,
+        _mux: bool,
+    ) -> io::Result<Box<dyn Dialect>> {
+        stream.write_all(OPEN_SESSION)?;
+        let answer = read_answer(stream, frame)?;
+        let id = member(&answer, b"\"session_id\":\"")
+            .ok_or_else(|| refused("the opening of a session", &answer))?;
+        Ok(Box::new(Forms::new(id, lease_s)))
+    }
+}
+
 /// What follows the key in each request of one connection, but for the token.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Forms {
+#[derive(Debug)]
+struct Forms {
     acquire: Vec<u8>,
     /// The body up to the token.
     release: Vec<u8>,
@@ -23,7 +52,7 @@ pub(crate) struct Forms {
 
 impl Forms {
     /// The forms of a session.
-    pub(crate) fn new(session: &[u8], wait_s: &str, lease_s: u64) -> Self {
+    fn new(session: &[u8], lease_s: u64) -> Self {
         let session = String::from_utf8_lossy(session);
         let form = |verb: &str, start: &str, more: usize| {
             let length = start.len() + more;
@@ -33,7 +62,7 @@ impl Forms {
             )
             .into_bytes()
         };
-        let acquire = format!("{{\"acquire_timeout_s\":{wait_s},\"lease_ttl_s\":{lease_s}}}");
+        let acquire = format!("{{\"acquire_timeout_s\":{WAIT_S},\"lease_ttl_s\":{lease_s}}}");
         let renew_end = format!("\",\"lease_ttl_s\":{lease_s}}}");
         let token = "{\"token\":\"";
         Self {
@@ -43,9 +72,10 @@ impl Forms {
             renew_end: renew_end.into_bytes(),
         }
     }
+}
 
-    /// Appends a request.
-    pub(crate) fn write(&self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &Proof) {
+impl Dialect for Forms {
+    fn write(&mut self, out: &mut Vec<u8>, request: Request, key: &[u8], proof: &mut Proof) {
         out.extend_from_slice(b"POST /v1/locks/");
         for &byte in key {
             // The only one of our key names that means something in a path.
@@ -61,10 +91,18 @@ impl Forms {
             Request::Renew => concat(out, &[&self.renew, proof.get(), &self.renew_end]),
         }
     }
+
+    fn frame(&self, input: &[u8]) -> Option<usize> {
+        frame(input)
+    }
+
+    fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+        read(request, answer, proof)
+    }
 }
 
 /// The length of the first whole answer.
-pub(crate) fn frame(input: &[u8]) -> Option<usize> {
+fn frame(input: &[u8]) -> Option<usize> {
     const LENGTH: &[u8] = b"content-length:";
     let mut at = 0;
     let mut body = 0;
@@ -85,7 +123,7 @@ pub(crate) fn frame(input: &[u8]) -> Option<usize> {
 }
 
 /// What a whole answer means.
-pub(crate) fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
+fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
     let status = answer.get(9..12).unwrap_or_default();
     match (request, status) {
         (Request::Acquire, b"200") => {
@@ -113,7 +151,7 @@ mod tests {
         let mut proof = Proof::none();
         proof.set(TOKEN);
         let mut out = Vec::new();
-        Forms::new(b"5e5510", "600", 10).write(&mut out, request, b"a/b", &proof);
+        Forms::new(b"5e5510", 10).write(&mut out, request, b"a/b", &mut proof);
         String::from_utf8(out).unwrap()
     }
 

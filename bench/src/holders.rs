@@ -5,12 +5,11 @@ use std::time::{Duration, Instant};
 
 use mio::{Events, Poll};
 
-use super::link::Link;
-use super::load::{Plan, Tally, Usage, key_name, refused};
-use super::numbers::Random;
-use super::process;
-use super::report::{Progress, Round};
-use super::target::{Answer, Proof, Request};
+use crate::link::Link;
+use crate::load::{Plan, Tally, Usage, key_name};
+use crate::process;
+use crate::protocol::{Answer, Proof, Request, read_answer, refused};
+use crate::report::{Progress, Round};
 
 /// How long the releases at the end may take.
 const RELEASE_WITHIN: Duration = Duration::from_secs(10);
@@ -33,7 +32,6 @@ pub(crate) fn run(plan: &Plan, baseline: Option<u64>, progress: &Progress) -> io
         poll,
         events: Events::with_capacity(1024),
         scratch: vec![0; 65_536],
-        random: Random::new(u64::from(std::process::id())),
         holders: Vec::with_capacity(plan.connections),
         answered: 0,
         tally: Tally::new(),
@@ -62,7 +60,6 @@ struct Crowd<'a> {
     poll: Poll,
     events: Events,
     scratch: Vec<u8>,
-    random: Random,
     holders: Vec<Holder>,
     answered: usize,
     tally: Tally,
@@ -71,19 +68,17 @@ struct Crowd<'a> {
 impl Crowd<'_> {
     /// Connects and acquires, one after the other.
     fn gather(&mut self, progress: &Progress) -> io::Result<()> {
-        let target = self.plan.target;
         for index in 0..self.plan.connections {
             let mut greeted = self.plan.connect(index)?;
             let key = key_name(index);
             let mut proof = Proof::none();
             let mut out = Vec::new();
             let acquire = Request::Acquire;
-            let number = 1;
-            let (dialect, random) = (&greeted.dialect, &mut self.random);
-            target.write(&mut out, dialect, acquire, &key, &mut proof, number, random);
+            greeted.dialect.write(&mut out, acquire, &key, &mut proof);
             greeted.stream.write_all(&out)?;
-            let answer = target.read_answer(&mut greeted.stream)?;
-            let Answer::Granted { .. } = target.read(acquire, &answer, &mut proof) else {
+            let dialect = &greeted.dialect;
+            let answer = read_answer(&mut greeted.stream, |input| dialect.frame(input))?;
+            let Answer::Granted { .. } = dialect.read(acquire, &answer, &mut proof) else {
                 return Err(refused("an acquire", &answer));
             };
             let link = Link::new(greeted, self.poll.registry(), index)?;
@@ -154,7 +149,7 @@ impl Crowd<'_> {
         while self.holders.iter().any(|holder| holder.waiting) && Instant::now() < deadline {
             self.look(Duration::from_millis(10))?;
         }
-        if !self.plan.target.excludes() {
+        if !self.plan.protocol.excludes() {
             return Ok(());
         }
         self.answered = 0;
@@ -176,9 +171,7 @@ impl Crowd<'_> {
         holder.waiting = true;
         holder.sent_at = Instant::now();
         let Holder { link, key, proof, .. } = holder;
-        let number = 0;
-        let random = &mut self.random;
-        self.plan.target.write(&mut link.out, &link.dialect, request, key, proof, number, random);
+        link.dialect.write(&mut link.out, request, key, proof);
         link.flush()
     }
 
@@ -187,18 +180,18 @@ impl Crowd<'_> {
         for event in &self.events {
             let holder = &mut self.holders[event.token().0];
             let filled = holder.link.receive(&mut self.scratch)?;
-            let Some(length) = self.plan.target.frame(&self.scratch[..filled]) else {
+            let Some(length) = holder.link.dialect.frame(&self.scratch[..filled]) else {
                 holder.link.keep(&self.scratch[..filled]);
                 holder.link.flush()?;
                 continue;
             };
             let answer = &self.scratch[..length];
-            let read = self.plan.target.read(holder.request, answer, &mut holder.proof);
+            let read = holder.link.dialect.read(holder.request, answer, &mut holder.proof);
             if read != Answer::Done {
                 return Err(refused("a renewal", answer));
             }
             let Link { out, dialect, .. } = &mut holder.link;
-            self.plan.target.reply(out, dialect, answer, Instant::now());
+            dialect.reply(out, answer, Instant::now());
             holder.waiting = false;
             self.answered += 1;
             self.tally.count(holder.sent_at.elapsed());
