@@ -1,7 +1,9 @@
 //! What is read, what is refused in which words, and what the operator is warned about.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
+use super::secrets::{is_readable_by_others, mode_and_owner};
 use super::*;
 
 type Env<'a> = &'a [(&'a str, &'a str)];

@@ -1,0 +1,575 @@
+//! How the text of a setting becomes a value, and what is said of one that does not.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dflockd_engine::replica::types::AutoRelease;
+
+use super::cluster::{FollowerMode, HostPort, PeerSpec};
+use super::{ConfigError, GrantDelay, LogFormat};
+
+/// The most seconds a duration may have: what fits into 63 bits of nanoseconds.
+pub const SECONDS_MAX: u64 = 9_223_372_036;
+
+/// Counts are 63 bits wide, so that sums of two of them cannot overflow.
+pub(super) const COUNT_MAX: u64 = i64::MAX as u64;
+
+/// How the text of a setting becomes a value.
+pub(super) trait Rule {
+    type Value;
+
+    /// The valid values in words.
+    fn valid(&self) -> String;
+
+    fn parse_flag(&self, text: &str) -> Result<Self::Value, Problem>;
+
+    /// Variables differ from flags only in the words for true and false.
+    fn parse_env(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.parse_flag(text)
+    }
+
+    fn parse_default(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.parse_flag(text)
+    }
+
+    fn is_boolean(&self) -> bool {
+        false
+    }
+
+    /// Whether the value says no more than that the setting is not wanted.
+    fn is_off(&self, _: &Self::Value) -> bool {
+        false
+    }
+}
+
+/// What is wrong with a text.
+#[derive(Debug)]
+pub(super) enum Problem {
+    /// It is of the wrong kind; the text is quoted in the message.
+    Malformed(String),
+    /// It is a number outside its range; the message shows it as it was given.
+    OutOfRange(String),
+}
+
+impl Problem {
+    pub(super) fn in_flag(&self, flag: &str, text: &str) -> ConfigError {
+        ConfigError(match self {
+            Self::Malformed(rule) => format!("{flag} {rule} (got {text:?})"),
+            Self::OutOfRange(rule) => format!("{flag} {rule} (got {text})"),
+        })
+    }
+
+    pub(super) fn in_env(&self, env: &str, flag: &str, text: &str) -> ConfigError {
+        ConfigError(match self {
+            Self::Malformed(rule) => format!("{env} {rule} (got {text:?})"),
+            // The range is that of the setting, however it was given.
+            Self::OutOfRange(rule) => format!("{env}: {flag} {rule} (got {text})"),
+        })
+    }
+}
+
+/// A number; `zero` says what 0 means if it is no ordinary value.
+pub(super) struct Count {
+    pub(super) min: u64,
+    pub(super) max: u64,
+    pub(super) zero: &'static str,
+}
+
+impl Rule for Count {
+    type Value = u64;
+
+    fn valid(&self) -> String {
+        let range = match (self.min, self.max) {
+            (1, COUNT_MAX) => "> 0".to_owned(),
+            (min, COUNT_MAX) => format!(">= {min}"),
+            (min, max) => format!("{min}-{max}"),
+        };
+        match self.zero {
+            "" => range,
+            zero => format!("{range}, 0 = {zero}"),
+        }
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<u64, Problem> {
+        let number = text
+            .parse::<i128>()
+            .map_err(|_| Problem::Malformed("must be an integer".to_owned()))?;
+        let in_range = u64::try_from(number).ok().filter(|n| (self.min..=self.max).contains(n));
+        in_range.ok_or_else(|| {
+            Problem::OutOfRange(if self.max < COUNT_MAX && self.max != SECONDS_MAX {
+                format!("must be between {} and {}", self.min, self.max)
+            } else if number > 0 {
+                format!("must be <= {}", self.max)
+            } else if self.min == 1 {
+                "must be > 0".to_owned()
+            } else {
+                format!("must be >= {}", self.min)
+            })
+        })
+    }
+}
+
+/// A TCP port; `zero` as in [`Count`].
+pub(super) struct Port {
+    pub(super) zero: &'static str,
+}
+
+impl Port {
+    fn range(&self) -> Count {
+        Count { min: 0, max: u16::MAX.into(), zero: self.zero }
+    }
+}
+
+impl Rule for Port {
+    type Value = u16;
+
+    fn valid(&self) -> String {
+        self.range().valid()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<u16, Problem> {
+        let port = self.range().parse_flag(text)?;
+        Ok(u16::try_from(port).expect("the range ends at the largest port"))
+    }
+}
+
+/// A duration in whole seconds; `zero` as in [`Count`].
+pub(super) struct Seconds {
+    pub(super) min: u64,
+    pub(super) zero: &'static str,
+}
+
+impl Rule for Seconds {
+    type Value = Duration;
+
+    fn valid(&self) -> String {
+        let range = Count { min: self.min, max: COUNT_MAX, zero: self.zero }.valid();
+        format!("seconds, {range}")
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
+        let count = Count { min: self.min, max: SECONDS_MAX, zero: self.zero };
+        count.parse_flag(text).map(Duration::from_secs)
+    }
+}
+
+/// A duration in whole seconds with a low upper end; `zero` as in [`Count`].
+pub(super) struct SecondsUpTo {
+    pub(super) max: u64,
+    pub(super) zero: &'static str,
+}
+
+impl Rule for SecondsUpTo {
+    type Value = Duration;
+
+    fn valid(&self) -> String {
+        format!("seconds, {}", Count { min: 0, max: self.max, zero: self.zero }.valid())
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
+        let count = Count { min: 0, max: self.max, zero: self.zero };
+        count.parse_flag(text).map(Duration::from_secs)
+    }
+}
+
+/// A duration in whole milliseconds.
+pub(super) struct Millis {
+    pub(super) min: u64,
+    pub(super) max: u64,
+}
+
+impl Rule for Millis {
+    type Value = Duration;
+
+    fn valid(&self) -> String {
+        format!("milliseconds, {}-{}", self.min, self.max)
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
+        let count = Count { min: self.min, max: self.max, zero: "" };
+        count.parse_flag(text).map(Duration::from_millis)
+    }
+}
+
+/// True or false.
+pub(super) struct Switch;
+
+impl Rule for Switch {
+    type Value = bool;
+
+    fn valid(&self) -> String {
+        "`true` or `false`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<bool, Problem> {
+        parse_go_bool(text)
+    }
+
+    fn parse_env(&self, text: &str) -> Result<bool, Problem> {
+        match text.to_ascii_lowercase().as_str() {
+            "1" | "yes" | "true" => Ok(true),
+            "0" | "no" | "false" => Ok(false),
+            _ => Err(not_a_boolean()),
+        }
+    }
+
+    fn is_boolean(&self) -> bool {
+        true
+    }
+
+    fn is_off(&self, value: &bool) -> bool {
+        !value
+    }
+}
+
+/// The words that the flag package of Go takes, which scripts for upstream servers use.
+pub(super) fn parse_go_bool(text: &str) -> Result<bool, Problem> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err(not_a_boolean()),
+    }
+}
+
+fn not_a_boolean() -> Problem {
+    Problem::Malformed("must be a boolean".to_owned())
+}
+
+/// Any text but the empty one: an empty flag is nearly always a shell variable that was not set.
+pub(super) struct Text;
+
+impl Rule for Text {
+    type Value = String;
+
+    fn valid(&self) -> String {
+        "not empty".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
+        match text {
+            "" => Err(Problem::Malformed("must not be empty".to_owned())),
+            text => Ok(text.to_owned()),
+        }
+    }
+}
+
+/// A path, or none by default.
+pub(super) struct FilePath;
+
+impl Rule for FilePath {
+    type Value = Option<PathBuf>;
+
+    fn valid(&self) -> String {
+        "path".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Option<PathBuf>, Problem> {
+        Text.parse_flag(text).map(|path| Some(PathBuf::from(path)))
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Option<PathBuf>, Problem> {
+        Ok(None)
+    }
+}
+
+/// Seconds or `auto`.
+pub(super) struct Delay;
+
+impl Rule for Delay {
+    type Value = GrantDelay;
+
+    fn valid(&self) -> String {
+        "seconds, >= 0, or `auto`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<GrantDelay, Problem> {
+        if text == "auto" {
+            return Ok(GrantDelay::Auto);
+        }
+        match (Count { min: 0, max: SECONDS_MAX, zero: "" }).parse_flag(text) {
+            Ok(seconds) => Ok(GrantDelay::Seconds(seconds)),
+            Err(Problem::Malformed(rule)) => Err(Problem::Malformed(format!("{rule} or auto"))),
+            Err(Problem::OutOfRange(rule)) => Err(Problem::OutOfRange(rule)),
+        }
+    }
+}
+
+/// One of a few words.
+pub(super) struct OneOf<T: 'static>(&'static [(&'static str, T)]);
+
+pub(super) const LOG_FORMAT: OneOf<LogFormat> =
+    OneOf(&[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+
+pub(super) const AUTO_RELEASE: OneOf<AutoRelease> = OneOf(&[
+    ("any", AutoRelease::Any),
+    ("clean", AutoRelease::Clean),
+    ("lease", AutoRelease::Lease),
+]);
+
+pub(super) const FOLLOWER_MODE: OneOf<FollowerMode> = OneOf(&[
+    ("redirect", FollowerMode::Redirect),
+    ("forward", FollowerMode::Forward),
+    ("auto", FollowerMode::Auto),
+]);
+
+impl<T: Copy + PartialEq> OneOf<T> {
+    pub(super) fn word(&self, value: T) -> &'static str {
+        self.0.iter().find(|(_, other)| *other == value).map_or("", |(word, _)| word)
+    }
+}
+
+impl<T: Copy> Rule for OneOf<T> {
+    type Value = T;
+
+    fn valid(&self) -> String {
+        let words: Vec<_> = self.0.iter().map(|(word, _)| format!("`{word}`")).collect();
+        let (last, others) = words.split_last().expect("there is a word to choose");
+        format!("{} or {last}", others.join(", "))
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<T, Problem> {
+        let found = self.0.iter().find(|(word, _)| *word == text);
+        let no_such = || Problem::Malformed(format!("must be {}", self.valid().replace('`', "")));
+        found.map(|(_, value)| *value).ok_or_else(no_such)
+    }
+}
+
+/// A setting without a default; what the list says in its place is for people only.
+pub(super) struct Optional<R>(pub(super) R);
+
+impl<R: Rule> Rule for Optional<R> {
+    type Value = Option<R::Value>;
+
+    fn valid(&self) -> String {
+        self.0.valid()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.0.parse_flag(text).map(Some)
+    }
+
+    fn parse_env(&self, text: &str) -> Result<Self::Value, Problem> {
+        self.0.parse_env(text).map(Some)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Self::Value, Problem> {
+        Ok(None)
+    }
+}
+
+/// The id of a node.
+pub(super) struct NodeName;
+
+impl NodeName {
+    fn accepts(text: &str) -> bool {
+        let is_name_byte = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+        (1..=64).contains(&text.len()) && text.bytes().all(is_name_byte)
+    }
+}
+
+impl Rule for NodeName {
+    type Value = String;
+
+    fn valid(&self) -> String {
+        "1-64 of `A-Z a-z 0-9 . _ -`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
+        if Self::accepts(text) {
+            return Ok(text.to_owned());
+        }
+        Err(Problem::Malformed("must be 1-64 of A-Z a-z 0-9 . _ -".to_owned()))
+    }
+}
+
+/// `host:port`, to bind or to be dialled by others.
+pub(super) struct Address {
+    pub(super) dialled: bool,
+}
+
+impl Rule for Address {
+    type Value = HostPort;
+
+    fn valid(&self) -> String {
+        "`host:port`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<HostPort, Problem> {
+        match HostPort::parse(text) {
+            None => Err(Problem::Malformed("must be host:port".to_owned())),
+            Some(address) if self.dialled && !address.can_be_dialled() => {
+                Err(Problem::Malformed("must be a host:port that others can dial".to_owned()))
+            }
+            Some(address) => Ok(address),
+        }
+    }
+}
+
+/// The nodes of a cluster; the value is sorted by node id.
+pub(super) struct Peers;
+
+impl Peers {
+    fn parse_entry(text: &str) -> Option<PeerSpec> {
+        let (node, addresses) = text.split_once('=')?;
+        let (raft_addr, client_addr) = addresses.split_once('@')?;
+        Some(PeerSpec {
+            node: NodeName::accepts(node).then(|| node.to_owned())?,
+            raft_addr: HostPort::parse(raft_addr)?,
+            client_addr: HostPort::parse(client_addr)?,
+        })
+    }
+}
+
+impl Rule for Peers {
+    type Value = Vec<PeerSpec>;
+
+    fn valid(&self) -> String {
+        "`id=raftHost:port@clientHost:port,…`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<PeerSpec>, Problem> {
+        let malformed = |rule: String| Err(Problem::Malformed(rule));
+        let mut peers: Vec<PeerSpec> = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let Some(peer) = Self::parse_entry(entry.trim_ascii()) else {
+                let number = index + 1;
+                return malformed(format!(
+                    "entry {number} must be id=raftHost:port@clientHost:port"
+                ));
+            };
+            peers.push(peer);
+        }
+        peers.sort_by(|a, b| a.node.cmp(&b.node));
+        if let Some(pair) = peers.windows(2).find(|pair| pair[0].node == pair[1].node) {
+            return malformed(format!("must name {} only once", pair[0].node));
+        }
+        // Also across the two kinds: no port can speak both protocols.
+        let mut addresses: Vec<_> =
+            peers.iter().flat_map(|peer| [&peer.raft_addr, &peer.client_addr]).collect();
+        addresses.sort();
+        if let Some(address) = addresses.iter().find(|address| !address.can_be_dialled()) {
+            return malformed(format!("must not have {address}, which others cannot dial"));
+        }
+        if let Some(pair) = addresses.windows(2).find(|pair| pair[0] == pair[1]) {
+            return malformed(format!("must have {} only once", pair[0]));
+        }
+        Ok(peers)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<PeerSpec>, Problem> {
+        Ok(Vec::new())
+    }
+}
+
+/// Where pages come from, as browsers write it: `scheme://host[:port]`, or `*`.
+pub(super) struct Origins;
+
+impl Rule for Origins {
+    type Value = Vec<String>;
+
+    fn valid(&self) -> String {
+        "`scheme://host:port,…` or `*`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
+        let mut origins = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let origin = entry.trim_ascii();
+            let host = origin.split_once("://").map(|(_, host)| host);
+            // A path or a slash at the end would never match: browsers send neither.
+            let is_origin = host.is_some_and(|host| !host.is_empty() && !host.contains('/'));
+            if !(origin == "*" || is_origin && origin.bytes().all(|b| b.is_ascii_graphic())) {
+                let number = index + 1;
+                let rule = format!("entry {number} must be scheme://host:port or *");
+                return Err(Problem::Malformed(rule));
+            }
+            origins.push(origin.to_ascii_lowercase());
+        }
+        Ok(origins)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
+        Ok(Vec::new())
+    }
+}
+
+/// What a server is called, as it stands in `Host` but without a port.
+pub(super) struct Hosts;
+
+impl Rule for Hosts {
+    type Value = Vec<String>;
+
+    fn valid(&self) -> String {
+        "`host,.domain,…` or `*`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
+        let mut hosts = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let host = bare(entry.trim_ascii()).to_ascii_lowercase();
+            let name = host.strip_prefix('.').unwrap_or(&host);
+            let is_name = !name.is_empty()
+                && !name.starts_with('.')
+                && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+            if !(host == "*" || is_name || host.parse::<IpAddr>().is_ok()) {
+                let number = index + 1;
+                let rule = format!("entry {number} must be a host without a port, .domain or *");
+                return Err(Problem::Malformed(rule));
+            }
+            hosts.push(host);
+        }
+        Ok(hosts)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
+        Ok(Vec::new())
+    }
+}
+
+/// Where a collector is.
+pub(super) struct Endpoint;
+
+impl Rule for Endpoint {
+    type Value = String;
+
+    fn valid(&self) -> String {
+        "`http://host:port` or `https://host:port`".to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
+        let uri = text.parse::<axum::http::Uri>().ok();
+        let is_endpoint = uri.is_some_and(|uri| {
+            let known = matches!(uri.scheme_str(), Some("http" | "https"));
+            // A password in it would be shown wherever settings are.
+            let named = uri.authority().is_some_and(|at| !at.as_str().contains('@'));
+            known && named && uri.host().is_some_and(|host| !host.is_empty())
+        });
+        if !is_endpoint {
+            return Err(Problem::Malformed(
+                "must be http://host:port or https://host:port".to_owned(),
+            ));
+        }
+        Ok(text.to_owned())
+    }
+}
+
+/// Whether only this machine can reach the address. A name other than `localhost` counts as
+/// reachable: what it resolves to may change after the warning was due.
+pub(super) fn is_loopback(host: &str) -> bool {
+    let bare = bare(host);
+    match bare.parse::<IpAddr>() {
+        Ok(address) => address.to_canonical().is_loopback(),
+        Err(_) => bare.eq_ignore_ascii_case("localhost"),
+    }
+}
+
+/// Whether a socket bound to the address listens on all of them, which nobody can dial.
+pub(super) fn is_wildcard(host: &str) -> bool {
+    bare(host).parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_unspecified())
+}
+
+/// An address without the brackets that IPv6 may have around it.
+pub(super) fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host)
+}
