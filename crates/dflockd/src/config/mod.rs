@@ -21,7 +21,6 @@ mod secrets;
 mod settings;
 
 pub use cluster::{ClusterConfig, FollowerMode, Formation, HostPort, PeerSpec, RaftTls};
-pub use rules::SECONDS_MAX;
 pub use secrets::{Secret, Tokens};
 pub use settings::{Config, Setting, markdown_table, settings};
 

@@ -1,19 +1,18 @@
 //! How the text of a setting becomes a value, and what is said of one that does not.
 
 use std::net::IpAddr;
+use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use dflockd_engine::replica::types::AutoRelease;
+use dflockd_wire::SECONDS_MAX;
 
 use super::cluster::{FollowerMode, HostPort, PeerSpec};
 use super::{ConfigError, GrantDelay, LogFormat};
 
-/// The most seconds a duration may have: what fits into 63 bits of nanoseconds.
-pub const SECONDS_MAX: u64 = 9_223_372_036;
-
 /// Counts are 63 bits wide, so that sums of two of them cannot overflow.
-pub(super) const COUNT_MAX: u64 = i64::MAX as u64;
+const COUNT_MAX: u64 = i64::MAX as u64;
 
 /// How the text of a setting becomes a value.
 pub(super) trait Rule {
@@ -69,126 +68,103 @@ impl Problem {
     }
 }
 
-/// A number; `zero` says what 0 means if it is no ordinary value.
-pub(super) struct Count {
-    pub(super) min: u64,
-    pub(super) max: u64,
-    pub(super) zero: &'static str,
+/// A whole number of some unit.
+pub(super) struct Range<T> {
+    /// Told before the range; empty for a count.
+    unit: &'static str,
+    min: u64,
+    max: u64,
+    /// The range ends only where the unit does, which is told to those alone who go beyond.
+    open: bool,
+    /// What 0 means if it is no ordinary value.
+    zero: &'static str,
+    value: fn(u64) -> T,
 }
 
-impl Rule for Count {
-    type Value = u64;
+/// How many of something.
+pub(super) fn count(range: impl RangeBounds<u64>) -> Range<u64> {
+    Range::new("", COUNT_MAX, range, |number| number)
+}
 
-    fn valid(&self) -> String {
-        let range = match (self.min, self.max) {
-            (1, COUNT_MAX) => "> 0".to_owned(),
-            (min, COUNT_MAX) => format!(">= {min}"),
-            (min, max) => format!("{min}-{max}"),
+/// How many of something there may be, without a limit if the operator sets none.
+pub(super) fn limit() -> Range<u64> {
+    count(0..).zero("unlimited")
+}
+
+/// How many connections there may be: what the limit of open files leaves for them if the operator sets none.
+pub(super) fn connections() -> Range<u64> {
+    count(0..).zero("by the limit of open files")
+}
+
+/// A TCP port.
+pub(super) fn tcp_port() -> Range<u16> {
+    let value = |port| u16::try_from(port).expect("the range ends at the largest port");
+    Range::new("", COUNT_MAX, 0..=u16::MAX.into(), value)
+}
+
+/// A duration in whole seconds.
+pub(super) fn seconds(range: impl RangeBounds<u64>) -> Range<Duration> {
+    Range::new("seconds, ", SECONDS_MAX, range, Duration::from_secs)
+}
+
+/// A duration in whole milliseconds.
+pub(super) fn millis(range: impl RangeBounds<u64>) -> Range<Duration> {
+    Range::new("milliseconds, ", COUNT_MAX, range, Duration::from_millis)
+}
+
+impl<T> Range<T> {
+    fn new(
+        unit: &'static str,
+        unit_max: u64,
+        range: impl RangeBounds<u64>,
+        value: fn(u64) -> T,
+    ) -> Self {
+        let min = match range.start_bound() {
+            Bound::Included(&min) => min,
+            Bound::Excluded(&below) => below + 1,
+            Bound::Unbounded => 0,
         };
-        match self.zero {
-            "" => range,
-            zero => format!("{range}, 0 = {zero}"),
-        }
+        let (max, open) = match range.end_bound() {
+            Bound::Included(&max) => (max, false),
+            Bound::Excluded(&above) => (above - 1, false),
+            Bound::Unbounded => (unit_max, true),
+        };
+        Self { unit, min, max, open, zero: "", value }
     }
 
-    fn parse_flag(&self, text: &str) -> Result<u64, Problem> {
+    /// The same range, in which 0 has this meaning.
+    pub(super) fn zero(self, zero: &'static str) -> Self {
+        Self { zero, ..self }
+    }
+}
+
+impl<T> Rule for Range<T> {
+    type Value = T;
+
+    fn valid(&self) -> String {
+        let Self { unit, min, max, zero, .. } = self;
+        let range = match min {
+            1 if self.open => "> 0".to_owned(),
+            _ if self.open => format!(">= {min}"),
+            _ => format!("{min}-{max}"),
+        };
+        let zero = if zero.is_empty() { String::new() } else { format!(", 0 = {zero}") };
+        format!("{unit}{range}{zero}")
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<T, Problem> {
         let number = text
             .parse::<i128>()
             .map_err(|_| Problem::Malformed("must be an integer".to_owned()))?;
         let in_range = u64::try_from(number).ok().filter(|n| (self.min..=self.max).contains(n));
-        in_range.ok_or_else(|| {
-            Problem::OutOfRange(if self.max < COUNT_MAX && self.max != SECONDS_MAX {
-                format!("must be between {} and {}", self.min, self.max)
-            } else if number > 0 {
-                format!("must be <= {}", self.max)
-            } else if self.min == 1 {
-                "must be > 0".to_owned()
-            } else {
-                format!("must be >= {}", self.min)
+        in_range.map(self.value).ok_or_else(|| {
+            Problem::OutOfRange(match self.min {
+                min if !self.open => format!("must be between {min} and {}", self.max),
+                _ if number > 0 => format!("must be <= {}", self.max),
+                1 => "must be > 0".to_owned(),
+                min => format!("must be >= {min}"),
             })
         })
-    }
-}
-
-/// A TCP port; `zero` as in [`Count`].
-pub(super) struct Port {
-    pub(super) zero: &'static str,
-}
-
-impl Port {
-    fn range(&self) -> Count {
-        Count { min: 0, max: u16::MAX.into(), zero: self.zero }
-    }
-}
-
-impl Rule for Port {
-    type Value = u16;
-
-    fn valid(&self) -> String {
-        self.range().valid()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<u16, Problem> {
-        let port = self.range().parse_flag(text)?;
-        Ok(u16::try_from(port).expect("the range ends at the largest port"))
-    }
-}
-
-/// A duration in whole seconds; `zero` as in [`Count`].
-pub(super) struct Seconds {
-    pub(super) min: u64,
-    pub(super) zero: &'static str,
-}
-
-impl Rule for Seconds {
-    type Value = Duration;
-
-    fn valid(&self) -> String {
-        let range = Count { min: self.min, max: COUNT_MAX, zero: self.zero }.valid();
-        format!("seconds, {range}")
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
-        let count = Count { min: self.min, max: SECONDS_MAX, zero: self.zero };
-        count.parse_flag(text).map(Duration::from_secs)
-    }
-}
-
-/// A duration in whole seconds with a low upper end; `zero` as in [`Count`].
-pub(super) struct SecondsUpTo {
-    pub(super) max: u64,
-    pub(super) zero: &'static str,
-}
-
-impl Rule for SecondsUpTo {
-    type Value = Duration;
-
-    fn valid(&self) -> String {
-        format!("seconds, {}", Count { min: 0, max: self.max, zero: self.zero }.valid())
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
-        let count = Count { min: 0, max: self.max, zero: self.zero };
-        count.parse_flag(text).map(Duration::from_secs)
-    }
-}
-
-/// A duration in whole milliseconds.
-pub(super) struct Millis {
-    pub(super) min: u64,
-    pub(super) max: u64,
-}
-
-impl Rule for Millis {
-    type Value = Duration;
-
-    fn valid(&self) -> String {
-        format!("milliseconds, {}-{}", self.min, self.max)
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<Duration, Problem> {
-        let count = Count { min: self.min, max: self.max, zero: "" };
-        count.parse_flag(text).map(Duration::from_millis)
     }
 }
 
@@ -287,8 +263,8 @@ impl Rule for Delay {
         if text == "auto" {
             return Ok(GrantDelay::Auto);
         }
-        match (Count { min: 0, max: SECONDS_MAX, zero: "" }).parse_flag(text) {
-            Ok(seconds) => Ok(GrantDelay::Seconds(seconds)),
+        match seconds(0..).parse_flag(text) {
+            Ok(delay) => Ok(GrantDelay::Seconds(delay.as_secs())),
             Err(Problem::Malformed(rule)) => Err(Problem::Malformed(format!("{rule} or auto"))),
             Err(Problem::OutOfRange(rule)) => Err(Problem::OutOfRange(rule)),
         }

@@ -9,17 +9,12 @@ use zeroize::Zeroizing;
 
 use super::cluster::{ClusterConfig, FollowerMode, HostPort, PeerSpec};
 use super::rules::{
-    AUTO_RELEASE, Address, COUNT_MAX, Count, Delay, Endpoint, FOLLOWER_MODE, FilePath, Hosts,
-    LOG_FORMAT, Millis, NodeName, Optional, Origins, Peers, Port, Rule, Seconds, SecondsUpTo,
-    Switch, Text,
+    AUTO_RELEASE, Address, Delay, Endpoint, FOLLOWER_MODE, FilePath, Hosts, LOG_FORMAT, NodeName,
+    Optional, Origins, Peers, Rule, Switch, Text, connections, count, limit, millis, seconds,
+    tcp_port,
 };
 use super::secrets::{Secret, TokenSource, Tokens, valid_token};
 use super::{ConfigError, GrantDelay, LogFormat, refuse};
-
-const UNLIMITED: Count = Count { min: 0, max: COUNT_MAX, zero: "unlimited" };
-
-/// Of connections: what the limit of open files leaves for them.
-const BY_DESCRIPTORS: Count = Count { min: 0, max: COUNT_MAX, zero: "by the limit of open files" };
 
 /// Makes [`Config`], the table behind [`settings`] and the resolver from the list below.
 ///
@@ -113,77 +108,77 @@ settings! {
     /// TCP bind address.
     host: String = Text, "host", "DFLOCKD_HOST", "127.0.0.1";
     /// TCP port.
-    port: u16 = Port { zero: "chosen by the system" }, "port", "DFLOCKD_PORT", "6388";
+    port: u16 = tcp_port().zero("chosen by the system"), "port", "DFLOCKD_PORT", "6388";
     /// Lease of a lock whose client asks for none.
-    default_lease_ttl: Duration = Seconds { min: 1, zero: "" },
+    default_lease_ttl: Duration = seconds(1..),
         "default-lease-ttl", "DFLOCKD_DEFAULT_LEASE_TTL_S", "33";
     /// Longest lease that is granted; a longer one is shortened to it, and the answer tells.
-    max_lease_ttl: Duration = Seconds { min: 0, zero: "none" },
+    max_lease_ttl: Duration = seconds(0..).zero("none"),
         "max-lease-ttl", "DFLOCKD_MAX_LEASE_TTL_S", "86400";
     /// Longest pause between two looks for ended leases; they end at their deadline all the same.
-    lease_sweep_interval: Duration = Seconds { min: 1, zero: "" },
+    lease_sweep_interval: Duration = seconds(1..),
         "lease-sweep-interval", "DFLOCKD_LEASE_SWEEP_INTERVAL_S", "1";
     /// Period of the sweep for idle resources.
-    gc_interval: Duration = Seconds { min: 1, zero: "" },
+    gc_interval: Duration = seconds(1..),
         "gc-interval", "DFLOCKD_GC_INTERVAL_S" or "DFLOCKD_GC_LOOP_SLEEP", "5";
     /// Idle age at which a resource is dropped.
-    gc_max_idle: Duration = Seconds { min: 0, zero: "at the next sweep" },
+    gc_max_idle: Duration = seconds(0..).zero("at the next sweep"),
         "gc-max-idle", "DFLOCKD_GC_MAX_IDLE_S" or "DFLOCKD_GC_MAX_UNUSED_TIME", "60";
     /// Most lock, semaphore, read-write and election keys.
-    max_locks: u64 = Count { min: 1, max: COUNT_MAX, zero: "" },
+    max_locks: u64 = count(1..),
         "max-locks", "DFLOCKD_MAX_LOCKS", "1024";
     /// Most counters, values, lists and barriers together.
-    max_keys: u64 = UNLIMITED, "max-keys", "DFLOCKD_MAX_KEYS", "0";
+    max_keys: u64 = limit(), "max-keys", "DFLOCKD_MAX_KEYS", "0";
     /// Most items in one list.
-    max_list_length: u64 = UNLIMITED, "max-list-length", "DFLOCKD_MAX_LIST_LENGTH", "0";
+    max_list_length: u64 = limit(), "max-list-length", "DFLOCKD_MAX_LIST_LENGTH", "0";
     /// Largest value and list item in bytes.
-    max_value_bytes: u64 = Count { min: 1, max: 1_048_576, zero: "" },
+    max_value_bytes: u64 = count(1..=1_048_576),
         "max-value-bytes", "DFLOCKD_MAX_VALUE_BYTES", "65533";
     /// Most TCP connections.
-    max_connections: u64 = BY_DESCRIPTORS, "max-connections", "DFLOCKD_MAX_CONNECTIONS", "0";
+    max_connections: u64 = connections(), "max-connections", "DFLOCKD_MAX_CONNECTIONS", "0";
     /// Most TCP connections of one source address.
-    max_connections_per_ip: u64 = UNLIMITED,
+    max_connections_per_ip: u64 = limit(),
         "max-connections-per-ip", "DFLOCKD_MAX_CONNECTIONS_PER_IP", "0";
     /// Longest queue of one key.
-    max_waiters: u64 = UNLIMITED, "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
+    max_waiters: u64 = limit(), "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
-    max_subscriptions: u64 = UNLIMITED, "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "1024";
+    max_subscriptions: u64 = limit(), "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "1024";
     /// Most bytes of patterns, keys and group names in the subscriptions of one connection.
-    max_subscription_bytes: u64 = UNLIMITED,
+    max_subscription_bytes: u64 = limit(),
         "max-subscription-bytes", "DFLOCKD_MAX_SUBSCRIPTION_BYTES", "262144";
     /// Most subscriptions of all connections together.
-    max_subscriptions_total: u64 = UNLIMITED,
+    max_subscriptions_total: u64 = limit(),
         "max-subscriptions-total", "DFLOCKD_MAX_SUBSCRIPTIONS_TOTAL", "262144";
     /// Most bytes of patterns, keys and group names in all subscriptions together.
-    max_subscription_bytes_total: u64 = UNLIMITED,
+    max_subscription_bytes_total: u64 = limit(),
         "max-subscription-bytes-total", "DFLOCKD_MAX_SUBSCRIPTION_BYTES_TOTAL", "67108864";
     /// Most locks that one connection or session holds.
-    max_holds_per_session: u64 = UNLIMITED,
+    max_holds_per_session: u64 = limit(),
         "max-holds-per-session", "DFLOCKD_MAX_HOLDS_PER_SESSION", "65536";
     /// Most requests of one connection or session that wait, with its places in queues.
-    max_waits_per_session: u64 = UNLIMITED,
+    max_waits_per_session: u64 = limit(),
         "max-waits-per-session", "DFLOCKD_MAX_WAITS_PER_SESSION", "65536";
     /// Most sessions that outlive their connection.
-    max_sessions: u64 = UNLIMITED, "max-sessions", "DFLOCKD_MAX_SESSIONS", "262144";
+    max_sessions: u64 = limit(), "max-sessions", "DFLOCKD_MAX_SESSIONS", "262144";
     /// Most bytes of answers and pushes that wait for one client; while they wait its requests are not
     /// read, and what would go past this closes the connection.
-    max_pending_bytes: u64 = Count { min: 131_072, max: 1_073_741_824, zero: "" },
+    max_pending_bytes: u64 = count(131_072..=1_073_741_824),
         "max-pending-bytes", "DFLOCKD_MAX_PENDING_BYTES", "4194304";
     /// Threads that serve connections of the line protocol, and as many again for HTTP and gRPC. By itself half of the
     /// cores for lines, because most of that work is the kernel's, and as many as there are cores for the others.
-    worker_threads: u64 = Count { min: 0, max: 1024, zero: "by the cores" },
+    worker_threads: u64 = count(0..=1024).zero("by the cores"),
         "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
     /// Time a client has for each line of a request it has begun, and for the TLS handshake.
-    read_timeout: Duration = Seconds { min: 1, zero: "" },
+    read_timeout: Duration = seconds(1..),
         "read-timeout", "DFLOCKD_READ_TIMEOUT_S", "23";
     /// Time a client has to take in a response line.
-    write_timeout: Duration = Seconds { min: 0, zero: "none" },
+    write_timeout: Duration = seconds(0..).zero("none"),
         "write-timeout", "DFLOCKD_WRITE_TIMEOUT_S", "5";
     /// Silence between requests after which a connection is closed.
-    idle_timeout: Duration = Seconds { min: 0, zero: "off" },
+    idle_timeout: Duration = seconds(0..).zero("off"),
         "idle-timeout", "DFLOCKD_IDLE_TIMEOUT_S", "0";
     /// Time to drain after SIGINT or SIGTERM.
-    shutdown_timeout: Duration = Seconds { min: 0, zero: "wait for ever" },
+    shutdown_timeout: Duration = seconds(0..).zero("wait for ever"),
         "shutdown-timeout", "DFLOCKD_SHUTDOWN_TIMEOUT_S", "30";
     /// Release what a closed connection held; false is the same as --auto-release lease.
     auto_release_on_disconnect: bool = Switch,
@@ -211,30 +206,30 @@ settings! {
     /// PEM file with the private key (needs --tls-cert).
     tls_key: Option<PathBuf> = FilePath, "tls-key", "DFLOCKD_TLS_KEY", "";
     /// HTTP port; must differ from --port.
-    http_port: u16 = Port { zero: "off" }, "http-port", "DFLOCKD_HTTP_PORT", "0";
+    http_port: u16 = tcp_port().zero("off"), "http-port", "DFLOCKD_HTTP_PORT", "0";
     /// HTTP bind address.
     http_host: Option<String> = Optional(Text),
         "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
     /// Idle unit of an HTTP session, told to clients: it ends when it was unused for more than twice
     /// this.
-    http_session_idle_timeout: Duration = Seconds { min: 0, zero: "never" },
+    http_session_idle_timeout: Duration = seconds(0..).zero("never"),
         "http-session-idle-timeout", "DFLOCKD_HTTP_SESSION_IDLE_S", "20";
     /// Most open HTTP sessions; an event stream counts as one.
-    http_max_sessions: u64 = UNLIMITED, "http-max-sessions", "DFLOCKD_HTTP_MAX_SESSIONS", "0";
+    http_max_sessions: u64 = limit(), "http-max-sessions", "DFLOCKD_HTTP_MAX_SESSIONS", "0";
     /// Most open HTTP sessions of one source address.
-    http_max_sessions_per_ip: u64 = UNLIMITED,
+    http_max_sessions_per_ip: u64 = limit(),
         "http-max-sessions-per-ip", "DFLOCKD_HTTP_MAX_SESSIONS_PER_IP", "0";
     /// Most HTTP connections.
-    http_max_connections: u64 = BY_DESCRIPTORS,
+    http_max_connections: u64 = connections(),
         "http-max-connections", "DFLOCKD_HTTP_MAX_CONNECTIONS", "0";
     /// Most HTTP connections of one source address.
-    http_max_connections_per_ip: u64 = UNLIMITED,
+    http_max_connections_per_ip: u64 = limit(),
         "http-max-connections-per-ip", "DFLOCKD_HTTP_MAX_CONNECTIONS_PER_IP", "0";
     /// HTTP requests per second of one source address, and as many gRPC calls, counted apart.
-    http_rate_limit_per_ip: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+    http_rate_limit_per_ip: u64 = count(0..).zero("off"),
         "http-rate-limit-per-ip", "DFLOCKD_HTTP_RATE_LIMIT_PER_IP", "0";
     /// HTTP requests, or gRPC calls, of one source address that may come at once.
-    http_rate_limit_burst: u64 = Count { min: 0, max: COUNT_MAX, zero: "same as the rate" },
+    http_rate_limit_burst: u64 = count(0..).zero("same as the rate"),
         "http-rate-limit-burst", "DFLOCKD_HTTP_RATE_LIMIT_BURST", "0";
     /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
     http_cors_allowed_origins: Vec<String> = Origins,
@@ -248,26 +243,26 @@ settings! {
     http_h2c: bool = Switch, "http-h2c", "DFLOCKD_HTTP_H2C", "false";
     /// How often a comment is written to event streams, so that proxies keep them open; must be below
     /// --http-session-idle-timeout. Left at its default it adapts to a shorter idle timeout.
-    http_sse_ping_interval: Duration = Seconds { min: 0, zero: "none" },
+    http_sse_ping_interval: Duration = seconds(0..).zero("none"),
         "http-sse-ping-interval", "DFLOCKD_HTTP_SSE_PING_S", "15";
     /// gRPC port; must differ from --port and --http-port. Its caps are those of HTTP, counted apart.
-    grpc_port: u16 = Port { zero: "off" }, "grpc-port", "DFLOCKD_GRPC_PORT", "0";
+    grpc_port: u16 = tcp_port().zero("off"), "grpc-port", "DFLOCKD_GRPC_PORT", "0";
     /// gRPC bind address.
     grpc_host: Option<String> = Optional(Text),
         "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
     /// Most gRPC connections.
-    grpc_max_connections: u64 = BY_DESCRIPTORS,
+    grpc_max_connections: u64 = connections(),
         "grpc-max-connections", "DFLOCKD_GRPC_MAX_CONNECTIONS", "0";
     /// Time after which a gRPC connection without an open call is closed, whether it answers pings or not; before its
     /// first authenticated call it is --read-timeout if that is shorter.
-    grpc_idle_timeout: Duration = Seconds { min: 0, zero: "off" },
+    grpc_idle_timeout: Duration = seconds(0..).zero("off"),
         "grpc-idle-timeout", "DFLOCKD_GRPC_IDLE_TIMEOUT_S", "300";
     /// Wrong tokens per second of one source address, after ten at once; what comes beyond is
     /// refused without looking at the token.
-    auth_failure_rate_per_ip: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+    auth_failure_rate_per_ip: u64 = count(0..).zero("off"),
         "auth-failure-rate-per-ip", "DFLOCKD_AUTH_FAILURE_RATE_PER_IP", "1";
     /// Wrong tokens per second of all source addresses together.
-    auth_failure_rate: u64 = Count { min: 0, max: COUNT_MAX, zero: "off" },
+    auth_failure_rate: u64 = count(0..).zero("off"),
         "auth-failure-rate", "DFLOCKD_AUTH_FAILURE_RATE", "1000";
     /// Refuse to start without an auth token, or with tokens that are short or equal.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
@@ -280,7 +275,7 @@ settings! {
         "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
     /// Share of the traces that begin here and are sent, in percent. Clients whose requests belong to
     /// a trace decide about that themselves.
-    otlp_sample_percent: u64 = Count { min: 0, max: 100, zero: "only those of clients" },
+    otlp_sample_percent: u64 = count(0..=100).zero("only those of clients"),
         "otlp-sample-percent", "DFLOCKD_OTLP_SAMPLE_PERCENT", "10" needs "otlp-endpoint";
     /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
     raft_dir: Option<PathBuf> = FilePath, "raft-dir", "DFLOCKD_RAFT_DIR", "";
@@ -329,21 +324,21 @@ settings! {
     follower_mode: FollowerMode = FOLLOWER_MODE,
         "follower-mode", "DFLOCKD_FOLLOWER_MODE", "auto" needs "raft-dir";
     /// How long locks of a cleanly closed connection with a stable reference wait for its return.
-    orphan_ttl: Duration = Seconds { min: 0, zero: "not at all" },
+    orphan_ttl: Duration = seconds(0..).zero("not at all"),
         "orphan-ttl", "DFLOCKD_ORPHAN_TTL_S", "0" needs "raft-dir";
     /// Time after a change of leader during which no lease ends, so that its holder can renew it.
-    failover_grace: Duration = SecondsUpTo { max: 60, zero: "none" },
+    failover_grace: Duration = seconds(0..=60).zero("none"),
         "failover-grace", "DFLOCKD_FAILOVER_GRACE_S", "3" needs "raft-dir";
     /// Entries of the log after which a snapshot replaces them.
-    snapshot_entries: u64 = Count { min: 1, max: COUNT_MAX, zero: "" },
+    snapshot_entries: u64 = count(1..),
         "snapshot-entries", "DFLOCKD_SNAPSHOT_ENTRIES", "100000" needs "raft-dir";
     /// Silence of the leader after which a node stands for election: a random time from this to
     /// twice this.
-    election_timeout: Duration = Millis { min: 100, max: 60_000 },
+    election_timeout: Duration = millis(100..=60_000),
         "election-timeout-ms", "DFLOCKD_ELECTION_TIMEOUT_MS", "1000" needs "raft-dir";
     /// Pause between two signs of life of the leader, at most a third of --election-timeout-ms; left
     /// at its default it adapts to a shorter election timeout.
-    heartbeat_interval: Duration = Millis { min: 10, max: 20_000 },
+    heartbeat_interval: Duration = millis(10..=20_000),
         "heartbeat-interval-ms", "DFLOCKD_HEARTBEAT_INTERVAL_MS", "150" needs "raft-dir";
     tokens:
     /// Token that a client must send first.

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use dflockd_wire::SECONDS_MAX;
+
 use super::secrets::{is_readable_by_others, mode_and_owner};
 use super::*;
 
