@@ -230,22 +230,18 @@ impl Rule for Text {
     }
 }
 
-/// A path, or none by default.
+/// A path.
 pub(super) struct FilePath;
 
 impl Rule for FilePath {
-    type Value = Option<PathBuf>;
+    type Value = PathBuf;
 
     fn valid(&self) -> String {
         "path".to_owned()
     }
 
-    fn parse_flag(&self, text: &str) -> Result<Option<PathBuf>, Problem> {
-        Text.parse_flag(text).map(|path| Some(PathBuf::from(path)))
-    }
-
-    fn parse_default(&self, _: &str) -> Result<Option<PathBuf>, Problem> {
-        Ok(None)
+    fn parse_flag(&self, text: &str) -> Result<PathBuf, Problem> {
+        Text.parse_flag(text).map(PathBuf::from)
     }
 }
 
@@ -382,126 +378,102 @@ impl Rule for Address {
     }
 }
 
-/// The nodes of a cluster; the value is sorted by node id.
-pub(super) struct Peers;
+/// Entries with commas between them, none by default.
+pub(super) struct List<T: 'static> {
+    valid: &'static str,
+    /// What each entry must be.
+    each: &'static str,
+    parse: fn(&str) -> Option<T>,
+    /// Checks the entries as a whole, and may put them in order.
+    check: fn(&mut [T]) -> Result<(), String>,
+}
 
-impl Peers {
-    fn parse_entry(text: &str) -> Option<PeerSpec> {
-        let (node, addresses) = text.split_once('=')?;
-        let (raft_addr, client_addr) = addresses.split_once('@')?;
-        Some(PeerSpec {
-            node: NodeName::accepts(node).then(|| node.to_owned())?,
-            raft_addr: HostPort::parse(raft_addr)?,
-            client_addr: HostPort::parse(client_addr)?,
-        })
+impl<T> Rule for List<T> {
+    type Value = Vec<T>;
+
+    fn valid(&self) -> String {
+        self.valid.to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<Vec<T>, Problem> {
+        let mut entries = Vec::new();
+        for (index, entry) in text.split(',').enumerate() {
+            let wrong = || Problem::Malformed(format!("entry {} must be {}", index + 1, self.each));
+            entries.push((self.parse)(entry.trim_ascii()).ok_or_else(wrong)?);
+        }
+        (self.check)(&mut entries).map_err(Problem::Malformed)?;
+        Ok(entries)
+    }
+
+    fn parse_default(&self, _: &str) -> Result<Vec<T>, Problem> {
+        Ok(Vec::new())
     }
 }
 
-impl Rule for Peers {
-    type Value = Vec<PeerSpec>;
+/// The nodes of a cluster; the value is sorted by node id.
+pub(super) const PEERS: List<PeerSpec> = List {
+    valid: "`id=raftHost:port@clientHost:port,…`",
+    each: "id=raftHost:port@clientHost:port",
+    parse: parse_peer,
+    check: check_peers,
+};
 
-    fn valid(&self) -> String {
-        "`id=raftHost:port@clientHost:port,…`".to_owned()
-    }
+fn parse_peer(text: &str) -> Option<PeerSpec> {
+    let (node, addresses) = text.split_once('=')?;
+    let (raft_addr, client_addr) = addresses.split_once('@')?;
+    Some(PeerSpec {
+        node: NodeName::accepts(node).then(|| node.to_owned())?,
+        raft_addr: HostPort::parse(raft_addr)?,
+        client_addr: HostPort::parse(client_addr)?,
+    })
+}
 
-    fn parse_flag(&self, text: &str) -> Result<Vec<PeerSpec>, Problem> {
-        let malformed = |rule: String| Err(Problem::Malformed(rule));
-        let mut peers: Vec<PeerSpec> = Vec::new();
-        for (index, entry) in text.split(',').enumerate() {
-            let Some(peer) = Self::parse_entry(entry.trim_ascii()) else {
-                let number = index + 1;
-                return malformed(format!(
-                    "entry {number} must be id=raftHost:port@clientHost:port"
-                ));
-            };
-            peers.push(peer);
-        }
-        peers.sort_by(|a, b| a.node.cmp(&b.node));
-        if let Some(pair) = peers.windows(2).find(|pair| pair[0].node == pair[1].node) {
-            return malformed(format!("must name {} only once", pair[0].node));
-        }
-        // Also across the two kinds: no port can speak both protocols.
-        let mut addresses: Vec<_> =
-            peers.iter().flat_map(|peer| [&peer.raft_addr, &peer.client_addr]).collect();
-        addresses.sort();
-        if let Some(address) = addresses.iter().find(|address| !address.can_be_dialled()) {
-            return malformed(format!("must not have {address}, which others cannot dial"));
-        }
-        if let Some(pair) = addresses.windows(2).find(|pair| pair[0] == pair[1]) {
-            return malformed(format!("must have {} only once", pair[0]));
-        }
-        Ok(peers)
+fn check_peers(peers: &mut [PeerSpec]) -> Result<(), String> {
+    peers.sort_by(|a, b| a.node.cmp(&b.node));
+    if let Some(pair) = peers.windows(2).find(|pair| pair[0].node == pair[1].node) {
+        return Err(format!("must name {} only once", pair[0].node));
     }
-
-    fn parse_default(&self, _: &str) -> Result<Vec<PeerSpec>, Problem> {
-        Ok(Vec::new())
+    // Also across the two kinds: no port can speak both protocols.
+    let mut addresses: Vec<_> =
+        peers.iter().flat_map(|peer| [&peer.raft_addr, &peer.client_addr]).collect();
+    addresses.sort();
+    if let Some(address) = addresses.iter().find(|address| !address.can_be_dialled()) {
+        return Err(format!("must not have {address}, which others cannot dial"));
     }
+    if let Some(pair) = addresses.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("must have {} only once", pair[0]));
+    }
+    Ok(())
 }
 
 /// Where pages come from, as browsers write it: `scheme://host[:port]`, or `*`.
-pub(super) struct Origins;
-
-impl Rule for Origins {
-    type Value = Vec<String>;
-
-    fn valid(&self) -> String {
-        "`scheme://host:port,…` or `*`".to_owned()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
-        let mut origins = Vec::new();
-        for (index, entry) in text.split(',').enumerate() {
-            let origin = entry.trim_ascii();
-            let host = origin.split_once("://").map(|(_, host)| host);
-            // A path or a slash at the end would never match: browsers send neither.
-            let is_origin = host.is_some_and(|host| !host.is_empty() && !host.contains('/'));
-            if !(origin == "*" || is_origin && origin.bytes().all(|b| b.is_ascii_graphic())) {
-                let number = index + 1;
-                let rule = format!("entry {number} must be scheme://host:port or *");
-                return Err(Problem::Malformed(rule));
-            }
-            origins.push(origin.to_ascii_lowercase());
-        }
-        Ok(origins)
-    }
-
-    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
-        Ok(Vec::new())
-    }
-}
+pub(super) const ORIGINS: List<String> = List {
+    valid: "`scheme://host:port,…` or `*`",
+    each: "scheme://host:port or *",
+    parse: |origin| {
+        let host = origin.split_once("://").map(|(_, host)| host);
+        // A path or a slash at the end would never match: browsers send neither.
+        let is_origin = host.is_some_and(|host| !host.is_empty() && !host.contains('/'));
+        let known = origin == "*" || is_origin && origin.bytes().all(|b| b.is_ascii_graphic());
+        known.then(|| origin.to_ascii_lowercase())
+    },
+    check: |_| Ok(()),
+};
 
 /// What a server is called, as it stands in `Host` but without a port.
-pub(super) struct Hosts;
-
-impl Rule for Hosts {
-    type Value = Vec<String>;
-
-    fn valid(&self) -> String {
-        "`host,.domain,…` or `*`".to_owned()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<Vec<String>, Problem> {
-        let mut hosts = Vec::new();
-        for (index, entry) in text.split(',').enumerate() {
-            let host = bare(entry.trim_ascii()).to_ascii_lowercase();
-            let name = host.strip_prefix('.').unwrap_or(&host);
-            let is_name = !name.is_empty()
-                && !name.starts_with('.')
-                && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-            if !(host == "*" || is_name || host.parse::<IpAddr>().is_ok()) {
-                let number = index + 1;
-                let rule = format!("entry {number} must be a host without a port, .domain or *");
-                return Err(Problem::Malformed(rule));
-            }
-            hosts.push(host);
-        }
-        Ok(hosts)
-    }
-
-    fn parse_default(&self, _: &str) -> Result<Vec<String>, Problem> {
-        Ok(Vec::new())
-    }
-}
+pub(super) const HOSTS: List<String> = List {
+    valid: "`host,.domain,…` or `*`",
+    each: "a host without a port, .domain or *",
+    parse: |host| {
+        let host = bare(host).to_ascii_lowercase();
+        let name = host.strip_prefix('.').unwrap_or(&host);
+        let is_name = !name.is_empty()
+            && !name.starts_with('.')
+            && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
+        (host == "*" || is_name || host.parse::<IpAddr>().is_ok()).then_some(host)
+    },
+    check: |_| Ok(()),
+};
 
 /// Where a collector is.
 pub(super) struct Endpoint;

@@ -9,8 +9,8 @@ use zeroize::Zeroizing;
 
 use super::cluster::{ClusterConfig, FollowerMode, HostPort, PeerSpec};
 use super::rules::{
-    AUTO_RELEASE, Address, Delay, Endpoint, FOLLOWER_MODE, FilePath, Hosts, LOG_FORMAT, NodeName,
-    Optional, Origins, Peers, Rule, Switch, Text, connections, count, limit, millis, seconds,
+    AUTO_RELEASE, Address, Delay, Endpoint, FOLLOWER_MODE, FilePath, HOSTS, LOG_FORMAT, NodeName,
+    ORIGINS, Optional, PEERS, Rule, Switch, Text, connections, count, limit, millis, seconds,
     tcp_port,
 };
 use super::secrets::{Secret, TokenSource, Tokens, valid_token};
@@ -195,16 +195,16 @@ settings! {
     /// Add the fence to grant and renew lines, and tell renewals of an ended lease apart.
     wire_fence: bool = Switch, "wire-fence", "DFLOCKD_WIRE_FENCE", "false";
     /// File that keeps fences growing over restarts even if the clock is set back.
-    fence_state_file: Option<PathBuf> = FilePath,
+    fence_state_file: Option<PathBuf> = Optional(FilePath),
         "fence-state-file", "DFLOCKD_FENCE_STATE_FILE", "";
     /// Time after a start during which acquires queue and nothing is granted; auto waits as long as
     /// the longest lease granted before (needs --fence-state-file).
     startup_grant_delay: GrantDelay = Delay,
         "startup-grant-delay", "DFLOCKD_STARTUP_GRANT_DELAY_S", "0";
     /// PEM file with the certificate chain; TLS replaces plain text on the port (needs --tls-key).
-    tls_cert: Option<PathBuf> = FilePath, "tls-cert", "DFLOCKD_TLS_CERT", "";
+    tls_cert: Option<PathBuf> = Optional(FilePath), "tls-cert", "DFLOCKD_TLS_CERT", "";
     /// PEM file with the private key (needs --tls-cert).
-    tls_key: Option<PathBuf> = FilePath, "tls-key", "DFLOCKD_TLS_KEY", "";
+    tls_key: Option<PathBuf> = Optional(FilePath), "tls-key", "DFLOCKD_TLS_KEY", "";
     /// HTTP port; must differ from --port.
     http_port: u16 = tcp_port().zero("off"), "http-port", "DFLOCKD_HTTP_PORT", "0";
     /// HTTP bind address.
@@ -232,12 +232,12 @@ settings! {
     http_rate_limit_burst: u64 = count(0..).zero("same as the rate"),
         "http-rate-limit-burst", "DFLOCKD_HTTP_RATE_LIMIT_BURST", "0";
     /// Origins whose pages may use the HTTP interface, separated by commas, or * for all.
-    http_cors_allowed_origins: Vec<String> = Origins,
+    http_cors_allowed_origins: Vec<String> = ORIGINS,
         "http-cors-allowed-origins", "DFLOCKD_HTTP_CORS_ALLOWED_ORIGINS", "";
     /// Hosts that requests without a token may be sent to, besides loopback addresses, the bind address and
     /// --http-advertise-addr: names or addresses separated by commas, with a dot in front for all names below a
     /// domain, or * for all.
-    http_allowed_hosts: Vec<String> = Hosts,
+    http_allowed_hosts: Vec<String> = HOSTS,
         "http-allowed-hosts", "DFLOCKD_HTTP_ALLOWED_HOSTS", "";
     /// Speak HTTP/2 without TLS on the HTTP port, to clients that know that it does.
     http_h2c: bool = Switch, "http-h2c", "DFLOCKD_HTTP_H2C", "false";
@@ -278,7 +278,7 @@ settings! {
     otlp_sample_percent: u64 = count(0..=100).zero("only those of clients"),
         "otlp-sample-percent", "DFLOCKD_OTLP_SAMPLE_PERCENT", "10" needs "otlp-endpoint";
     /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
-    raft_dir: Option<PathBuf> = FilePath, "raft-dir", "DFLOCKD_RAFT_DIR", "";
+    raft_dir: Option<PathBuf> = Optional(FilePath), "raft-dir", "DFLOCKD_RAFT_DIR", "";
     /// Name of this node, never used again after its removal; required in replicated mode.
     node_id: Option<String> = Optional(NodeName),
         "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
@@ -298,7 +298,7 @@ settings! {
         "grpc-advertise-addr", "DFLOCKD_GRPC_ADVERTISE_ADDR", "grpc-host:grpc-port" needs "raft-dir";
     /// All nodes of a new cluster, the same list on each, this node among them. A node with state on
     /// disk takes the list as a hint only.
-    cluster_peers: Vec<PeerSpec> = Peers,
+    cluster_peers: Vec<PeerSpec> = PEERS,
         "cluster-peers", "DFLOCKD_CLUSTER_PEERS", "" needs "raft-dir";
     /// Start a cluster of this node alone, to be grown later; --cluster-peers may then name this
     /// node only. Without it and without --cluster-peers a new node waits to be added.
@@ -308,13 +308,13 @@ settings! {
     witness: bool = Switch, "witness", "DFLOCKD_WITNESS", "false" needs "raft-dir";
     /// PEM file with the certificate chain for the peer port, its common name the node id; the three
     /// --raft-tls files belong together and make peers speak mutual TLS 1.3.
-    raft_tls_cert: Option<PathBuf> = FilePath,
+    raft_tls_cert: Option<PathBuf> = Optional(FilePath),
         "raft-tls-cert", "DFLOCKD_RAFT_TLS_CERT", "" needs "raft-dir";
     /// PEM file with the private key of that certificate.
-    raft_tls_key: Option<PathBuf> = FilePath,
+    raft_tls_key: Option<PathBuf> = Optional(FilePath),
         "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
     /// PEM file with the authorities that sign the certificates of the nodes.
-    raft_tls_ca: Option<PathBuf> = FilePath,
+    raft_tls_ca: Option<PathBuf> = Optional(FilePath),
         "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
     /// Speak with peers beyond loopback without the --raft-tls files: the shared secret alone then
     /// protects the connections, and whoever has it can be any node.
@@ -491,10 +491,8 @@ impl<'a> Given<'a> {
         }
         if let Some(text) = (self.flag)(file) {
             let name = format!("--{file}");
-            return match FilePath.parse_flag(text).map_err(|p| p.in_flag(&name, text))? {
-                Some(path) => Ok(Some(TokenSource::File { name, path })),
-                None => Ok(None),
-            };
+            let path = FilePath.parse_flag(text).map_err(|p| p.in_flag(&name, text))?;
+            return Ok(Some(TokenSource::File { name, path }));
         }
         let env_of = |flag| find(flag).map_or("", |setting: &Setting| setting.env);
         // Elsewhere an empty variable is as good as none. Here that would open a server whose token got lost.
