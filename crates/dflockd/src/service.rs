@@ -123,15 +123,12 @@ impl Service {
         engine: Engine,
         background: impl Fn(Box<dyn FnOnce() + Send>) + Send + Sync + 'static,
     ) -> anyhow::Result<Self> {
-        let follower_mode =
-            config.replicated().map_or(FollowerMode::Auto, |cluster| cluster.follower_mode);
         let engine = Arc::new(engine);
         let background: Background = Arc::new(background);
-        let peer_tls = config.replicated().and_then(|cluster| cluster.tls.as_ref());
         let certificates = [
             ("clients", config.tls_cert.clone()),
-            ("peers", peer_tls.map(|tls| tls.cert.clone())),
-            ("authority of the peers", peer_tls.map(|tls| tls.ca.clone())),
+            ("peers", config.raft_tls_cert.clone()),
+            ("authority of the peers", config.raft_tls_ca.clone()),
         ];
         let certificates = certificates.into_iter().filter_map(|(what, file)| Some((what, file?)));
         Ok(Self {
@@ -151,7 +148,7 @@ impl Service {
             idle_timeout: some(config.idle_timeout),
             wire_fence: config.wire_fence,
             auto_release: config.disconnect_policy(),
-            follower_mode,
+            follower_mode: config.follower_mode,
             value_bytes_max: usize::try_from(config.max_value_bytes)?,
             pending_bytes_max: usize::try_from(config.max_pending_bytes)?,
             looks: Pool::new(LOOKS_MAX, &background),

@@ -2,14 +2,13 @@
 
 use std::fmt;
 use std::net::Ipv6Addr;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
-use dflockd_engine::replica::types::AutoRelease;
 use zeroize::Zeroizing;
 
 use super::rules::{is_loopback, is_wildcard};
-use super::secrets::{RAFT_TOKEN_BYTES_MIN, Secret};
+use super::secrets::{RAFT_TOKEN_BYTES_MIN, Secret, Tokens};
 use super::{Config, ConfigError, refuse};
 
 /// What a node that does not lead does with a request.
@@ -84,95 +83,99 @@ pub enum Formation {
     Join,
 }
 
-/// Everything replicated mode needs, checked.
-#[derive(Debug, Clone)]
-pub struct ClusterConfig {
+/// What replicated mode needs of the settings, checked.
+#[derive(Debug, Clone, Copy)]
+pub struct ClusterConfig<'a> {
     /// Where log and snapshots are.
-    pub dir: PathBuf,
+    pub dir: &'a Path,
     /// The name of this node.
-    pub node: String,
+    pub node: &'a str,
     /// Where the peer port binds; the port may be 0, the host a wildcard.
-    pub raft_addr: HostPort,
-    /// Where clients find this node, by `--advertise-addr` or its entry in the list. `None` stands
-    /// for `--host` and the port that was bound.
-    pub advertise_addr: Option<HostPort>,
-    /// What to do if the directory is empty.
-    pub formation: Formation,
-    /// The list, sorted by node id, so that all nodes number it alike; empty if none was given.
-    pub peers: Vec<PeerSpec>,
-    /// This node keeps the log, but no state.
-    pub witness: bool,
-    /// What peers must prove to know. There is a secret, or TLS, or both.
-    pub secret: Option<Secret>,
-    /// The files of mutual TLS between peers.
-    pub tls: Option<RaftTls>,
-    /// What a node that does not lead does with a request.
-    pub follower_mode: FollowerMode,
-    /// What happens to the holds of a connection that ends.
-    pub auto_release: AutoRelease,
-    /// How long locks of a cleanly closed connection with a stable reference wait for its return.
-    pub orphan_ttl: Duration,
-    /// Time after a change of leader during which no lease ends.
-    pub failover_grace: Duration,
-    /// Entries of the log after which a snapshot replaces them.
-    pub snapshot_entries: u64,
-    /// The lower end of the random election timeout; the upper end is twice this.
-    pub election_timeout: Duration,
-    /// Pause between two signs of life of the leader, at most a third of `election_timeout`.
-    pub heartbeat_interval: Duration,
-}
-
-impl ClusterConfig {
-    /// The entry of this node in the list.
-    pub fn own_entry(&self) -> Option<&PeerSpec> {
-        self.peers.iter().find(|peer| peer.node == self.node)
-    }
-
+    pub raft_addr: &'a HostPort,
     /// Where other nodes should dial this one, as far as it can say: a node that joins is dialled at
     /// the address it was added with.
-    pub fn dial_addr(&self) -> &HostPort {
-        self.own_entry().map_or(&self.raft_addr, |own| &own.raft_addr)
-    }
+    pub dial_addr: &'a HostPort,
+    /// Where clients find this node, by `--advertise-addr` or its entry in the list. `None` stands
+    /// for `--host` and the port that was bound.
+    pub advertise_addr: Option<&'a HostPort>,
+    /// What to do if the directory is empty.
+    pub formation: Formation,
+    /// What peers must prove to know. There is a secret, or TLS, or both.
+    pub secret: Option<&'a Secret>,
+    /// The files of mutual TLS between peers.
+    pub tls: Option<RaftTls<'a>>,
 }
 
 /// The files of mutual TLS between peers.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RaftTls {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RaftTls<'a> {
     /// The chain, this node's own certificate first.
-    pub cert: PathBuf,
+    pub cert: &'a Path,
     /// The private key of this node.
-    pub key: PathBuf,
+    pub key: &'a Path,
     /// The authorities that sign the certificates of the nodes.
-    pub ca: PathBuf,
+    pub ca: &'a Path,
 }
 
 impl Config {
-    /// The settings of replicated mode, if `--raft-dir` switches it on.
-    pub(super) fn cluster_config(&self) -> Result<Option<ClusterConfig>, ConfigError> {
-        let Some(dir) = &self.raft_dir else { return Ok(None) };
-        let Some(node) = &self.node_id else { return refuse("--raft-dir needs --node-id") };
-        let Some(raft_addr) = &self.raft_addr else {
-            return refuse("--raft-dir needs --raft-addr");
-        };
-        let formation = self.formation(node, raft_addr)?;
-        let tls = self.raft_tls()?;
-        let secret = match &self.raft_auth_token {
-            Some(secret) => Some(secret.newest().clone()),
-            None if tls.is_some() => None,
-            // Nobody else could be there to share it with.
-            None if formation == Formation::Bootstrap && is_loopback(&raft_addr.host) => {
-                Some(Secret::new(&*Zeroizing::new(rand::random::<[u8; RAFT_TOKEN_BYTES_MIN]>())))
+    /// What replicated mode needs, or `None` in memory mode.
+    pub fn replicated(&self) -> Option<ClusterConfig<'_>> {
+        let node = self.node_id.as_deref()?;
+        let raft_addr = self.raft_addr.as_ref()?;
+        let own = self.cluster_peers.iter().find(|peer| peer.node == node);
+        let tls_files = (&self.raft_tls_cert, &self.raft_tls_key, &self.raft_tls_ca);
+        Some(ClusterConfig {
+            dir: self.raft_dir.as_deref()?,
+            node,
+            raft_addr,
+            dial_addr: own.map_or(raft_addr, |own| &own.raft_addr),
+            advertise_addr: self.advertise_addr.as_ref().or(own.map(|own| &own.client_addr)),
+            formation: match (self.cluster_bootstrap, own) {
+                (true, _) => Formation::Bootstrap,
+                (false, Some(_)) => Formation::Static,
+                (false, None) => Formation::Join,
+            },
+            secret: self
+                .raft_auth_token
+                .as_ref()
+                .map(Tokens::newest)
+                .or(self.drawn_secret.as_ref()),
+            tls: match tls_files {
+                (Some(cert), Some(key), Some(ca)) => Some(RaftTls { cert, key, ca }),
+                _ => None,
+            },
+        })
+    }
+
+    /// The rules of replicated mode, if `--raft-dir` switches it on. Settles what the settings leave
+    /// open: the secret of a node alone, and the heartbeat interval below a short election timeout.
+    pub(super) fn settle_cluster(&mut self) -> Result<(), ConfigError> {
+        if self.raft_dir.is_none() {
+            return Ok(());
+        }
+        for (flag, missing) in
+            [("node-id", self.node_id.is_none()), ("raft-addr", self.raft_addr.is_none())]
+        {
+            if missing {
+                return refuse(format!("--raft-dir needs --{flag}"));
             }
-            None => {
-                return refuse(
-                    "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
-                     or --raft-tls-cert, --raft-tls-key and --raft-tls-ca",
-                );
-            }
-        };
-        if tls.is_none() && !self.raft_no_tls {
+        }
+        let cluster = self.replicated().expect("its three settings are there");
+        self.check_formation(&cluster)?;
+        self.check_raft_tls()?;
+        let is_bare = cluster.secret.is_none() && cluster.tls.is_none();
+        // Nobody else could be there to share it with.
+        let is_alone =
+            cluster.formation == Formation::Bootstrap && is_loopback(&cluster.raft_addr.host);
+        if is_bare && !is_alone {
+            return refuse(
+                "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
+                 or --raft-tls-cert, --raft-tls-key and --raft-tls-ca",
+            );
+        }
+        if cluster.tls.is_none() && !self.raft_no_tls {
             let peers = self.cluster_peers.iter().map(|peer| &peer.raft_addr);
-            let mut all = [raft_addr].into_iter().chain(peers);
+            let mut all = [cluster.raft_addr].into_iter().chain(peers);
             if let Some(beyond) = all.find(|addr| !is_loopback(&addr.host)) {
                 return refuse(format!(
                     "peers beyond loopback ({beyond}) need --raft-tls-cert, --raft-tls-key and \
@@ -181,31 +184,16 @@ impl Config {
                 ));
             }
         }
-        let own = self.cluster_peers.iter().find(|peer| peer.node == *node);
-        let advertised = self.advertise_addr.as_ref().or(own.map(|own| &own.client_addr));
-        Ok(Some(ClusterConfig {
-            dir: dir.clone(),
-            node: node.clone(),
-            raft_addr: raft_addr.clone(),
-            advertise_addr: advertised.cloned(),
-            formation,
-            peers: self.cluster_peers.clone(),
-            witness: self.witness,
-            secret,
-            tls,
-            follower_mode: self.follower_mode,
-            auto_release: self.disconnect_policy(),
-            orphan_ttl: self.orphan_ttl,
-            failover_grace: self.failover_grace,
-            snapshot_entries: self.snapshot_entries,
-            election_timeout: self.election_timeout,
-            heartbeat_interval: self.heartbeat()?,
-        }))
+        self.drawn_secret = is_bare
+            .then(|| Secret::new(&*Zeroizing::new(rand::random::<[u8; RAFT_TOKEN_BYTES_MIN]>())));
+        self.heartbeat_interval = self.heartbeat()?;
+        Ok(())
     }
 
-    fn formation(&self, node: &str, raft_addr: &HostPort) -> Result<Formation, ConfigError> {
+    fn check_formation(&self, cluster: &ClusterConfig<'_>) -> Result<(), ConfigError> {
+        let ClusterConfig { node, raft_addr, .. } = cluster;
         let mut others: Vec<_> = self.cluster_peers.iter().map(|peer| peer.node.as_str()).collect();
-        others.retain(|other| *other != node);
+        others.retain(|other| other != node);
         let listed = !self.cluster_peers.is_empty();
         if listed && others.len() == self.cluster_peers.len() {
             return refuse(format!(
@@ -230,14 +218,10 @@ impl Config {
         if self.witness && others.is_empty() && (listed || self.cluster_bootstrap) {
             return refuse("--witness needs other nodes: it serves no clients itself");
         }
-        Ok(match (self.cluster_bootstrap, listed) {
-            (true, _) => Formation::Bootstrap,
-            (false, true) => Formation::Static,
-            (false, false) => Formation::Join,
-        })
+        Ok(())
     }
 
-    fn raft_tls(&self) -> Result<Option<RaftTls>, ConfigError> {
+    fn check_raft_tls(&self) -> Result<(), ConfigError> {
         let files = [
             ("--raft-tls-cert", &self.raft_tls_cert),
             ("--raft-tls-key", &self.raft_tls_key),
@@ -245,13 +229,13 @@ impl Config {
         ];
         let given = files.iter().find(|(_, file)| file.is_some());
         let missing = files.iter().find(|(_, file)| file.is_none());
-        if let (Some((given, _)), Some((missing, _))) = (given, missing) {
-            return refuse(format!("{given} needs {missing}"));
+        match (given, missing) {
+            (Some((given, _)), Some((missing, _))) => refuse(format!("{given} needs {missing}")),
+            _ => Ok(()),
         }
-        let [cert, key, ca] = files.map(|(_, file)| file.clone());
-        Ok(cert.zip(key).zip(ca).map(|((cert, key), ca)| RaftTls { cert, key, ca }))
     }
 
+    /// The pause between two signs of life of the leader, at most a third of the election timeout.
     fn heartbeat(&self) -> Result<Duration, ConfigError> {
         let (heartbeat, election) = (self.heartbeat_interval, self.election_timeout);
         if heartbeat * 3 <= election {

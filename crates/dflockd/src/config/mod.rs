@@ -100,7 +100,7 @@ impl Config {
 
         let mut config = Self::resolve(Given::new(&flag, env))?;
         config.validate()?;
-        config.cluster = config.cluster_config()?.map(Box::new);
+        config.settle_cluster()?;
         // Whoever only asks whether to release at all gets the right answer for either flag.
         config.auto_release_on_disconnect = config.disconnect_policy() != AutoRelease::Lease;
         Ok(Parsed::Run(Box::new(config)))
@@ -180,11 +180,6 @@ impl Config {
         self.given.contains(&flag)
     }
 
-    /// What replicated mode needs, or `None` in memory mode.
-    pub fn replicated(&self) -> Option<&ClusterConfig> {
-        self.cluster.as_deref()
-    }
-
     /// What happens to the holds of a connection that ends, by `--auto-release`,
     /// `--auto-release-on-disconnect` or the default of the mode.
     pub fn disconnect_policy(&self) -> AutoRelease {
@@ -232,8 +227,8 @@ impl Config {
         warnings.extend(self.warnings_of_open_addresses());
         warnings.extend(self.weak_tokens());
         warnings.extend(self.warnings_of_web_pages());
-        if let Some(cluster) = &self.cluster {
-            if cluster.secret.is_some() && self.raft_auth_token.is_none() {
+        if let Some(cluster) = self.replicated() {
+            if self.drawn_secret.is_some() {
                 warnings.push(
                     "there is no --raft-auth-token: no other node can be added until this one is \
                      started with one"

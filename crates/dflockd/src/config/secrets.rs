@@ -311,7 +311,7 @@ impl Config {
     pub fn reload_raft_secret(&self) -> Result<Option<Secret>, ConfigError> {
         match &self.raft_source {
             Some(source) => source.read().map(|tokens| Some(tokens.newest().clone())),
-            None => Ok(self.cluster.as_ref().and_then(|cluster| cluster.secret.clone())),
+            None => Ok(self.drawn_secret.clone()),
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use dflockd_engine::replica::types::AutoRelease;
 use zeroize::Zeroizing;
 
-use super::cluster::{ClusterConfig, FollowerMode, HostPort, PeerSpec};
+use super::cluster::{FollowerMode, HostPort, PeerSpec};
 use super::rules::{
     AUTO_RELEASE, Address, Delay, Endpoint, FOLLOWER_MODE, FilePath, HOSTS, LOG_FORMAT, NodeName,
     ORIGINS, Optional, PEERS, Rule, Switch, Text, connections, count, limit, millis, seconds,
@@ -52,8 +52,8 @@ macro_rules! settings {
             /// The flags that did not stay at their default, whatever their source. A boolean that
             /// was switched off is not among them.
             pub(super) given: Vec<&'static str>,
-            /// What replicated mode needs, made of the settings above.
-            pub(super) cluster: Option<Box<ClusterConfig>>,
+            /// The secret between nodes if none is given and none is needed.
+            pub(super) drawn_secret: Option<Secret>,
         }
 
         static SETTINGS: LazyLock<Vec<Setting>> = LazyLock::new(|| vec![
@@ -98,7 +98,7 @@ macro_rules! settings {
                     let $token = $source.as_ref().map(TokenSource::read).transpose()?;
                 )+
                 let Given { notes, given, .. } = given;
-                Ok(Self { $($field,)+ $($token, $source,)+ notes, given, cluster: None })
+                Ok(Self { $($field,)+ $($token, $source,)+ notes, given, drawn_secret: None })
             }
         }
     };

@@ -65,10 +65,10 @@ const NODE: Env<'_> = &[
     ("DFLOCKD_RAFT_NO_TLS", "true"),
 ];
 
-/// The settings of replicated mode of a node with `args` beside those in [`NODE`].
+/// A node with `args` beside what stands in [`NODE`].
 #[track_caller]
-fn cluster(args: &[&str]) -> ClusterConfig {
-    config(args, NODE).replicated().unwrap().clone()
+fn node(args: &[&str]) -> Config {
+    config(args, NODE)
 }
 
 #[track_caller]
@@ -397,32 +397,23 @@ fn settings_that_need_each_other() {
 
 #[test]
 fn replicated_mode() {
-    let c = cluster(&[]);
-    assert_eq!((c.dir, c.node.as_str()), (PathBuf::from("/d"), "n1"));
-    assert_eq!(c.raft_addr, HostPort { host: "127.0.0.1".to_owned(), port: 7001 });
-    assert_eq!((c.advertise_addr, c.peers), (None, vec![]));
-    assert_eq!((c.formation, c.witness), (Formation::Join, false));
+    let config = node(&[]);
+    let c = config.replicated().unwrap();
+    assert_eq!((c.dir, c.node), (Path::new("/d"), "n1"));
+    assert_eq!(c.raft_addr, &HostPort { host: "127.0.0.1".to_owned(), port: 7001 });
+    assert_eq!((c.dial_addr, c.advertise_addr), (c.raft_addr, None));
+    assert_eq!((c.formation, config.witness), (Formation::Join, false));
     assert!(c.secret.unwrap().matches(SECRET.as_bytes()) && c.tls.is_none());
-    assert_eq!(c.follower_mode, FollowerMode::Auto);
-    assert_eq!(c.auto_release, AutoRelease::Clean);
-    assert_eq!((c.orphan_ttl, c.failover_grace), (Duration::ZERO, Duration::from_secs(3)));
-    assert_eq!(c.snapshot_entries, 100_000);
-    assert_eq!(c.election_timeout, Duration::from_secs(1));
-    assert_eq!(c.heartbeat_interval, Duration::from_millis(150));
-    assert!(config(&[], NODE).warnings().is_empty());
-
-    let c = cluster(&[
-        "--orphan-ttl=4",
-        "--failover-grace=60",
-        "--snapshot-entries=1",
-        "--follower-mode=redirect",
-        "--advertise-addr=Door.example:6388",
-        "--witness",
-    ]);
-    assert_eq!((c.orphan_ttl.as_secs(), c.failover_grace.as_secs()), (4, 60));
-    assert_eq!((c.snapshot_entries, c.witness), (1, true));
-    assert_eq!(c.follower_mode, FollowerMode::Redirect);
-    assert_eq!(c.advertise_addr, Some(host_port("door.example:6388")));
+    assert_eq!(config.follower_mode, FollowerMode::Auto);
+    assert_eq!(config.disconnect_policy(), AutoRelease::Clean);
+    assert_eq!((config.orphan_ttl.as_secs(), config.failover_grace.as_secs()), (0, 3));
+    assert_eq!(config.snapshot_entries, 100_000);
+    assert_eq!(config.election_timeout, Duration::from_secs(1));
+    assert_eq!(config.heartbeat_interval, Duration::from_millis(150));
+    assert!(config.warnings().is_empty());
+    let config = node(&["--advertise-addr=Door.example:6388"]);
+    let advertised = config.replicated().unwrap().advertise_addr;
+    assert_eq!(advertised, Some(&host_port("door.example:6388")));
 }
 
 #[test]
@@ -455,7 +446,7 @@ fn ranges_of_replicated_mode() {
     }
     let longest = "n".repeat(64);
     for id in ["a", "A-1_b.c", &longest] {
-        assert_eq!(cluster(&["--node-id", id]).node, id);
+        assert_eq!(node(&["--node-id", id]).replicated().unwrap().node, id);
     }
     for id in ["", "a b", "a/b", "ä", &"n".repeat(65)] {
         let message = format!("--node-id must be 1-64 of A-Z a-z 0-9 . _ - (got {id:?})");
@@ -466,7 +457,7 @@ fn ranges_of_replicated_mode() {
 #[test]
 fn heartbeats_and_elections() {
     let times = |args: &[&str]| {
-        let c = cluster(args);
+        let c = node(args);
         (c.election_timeout.as_millis(), c.heartbeat_interval.as_millis())
     };
     assert_eq!(times(&["--election-timeout-ms=60000"]), (60_000, 150));
@@ -498,7 +489,7 @@ fn addresses() {
         ("0.0.0.0:0", "0.0.0.0:0"),
         ("[::]:7", "[::]:7"),
     ] {
-        assert_eq!(cluster(&["--raft-addr", text]).raft_addr.to_string(), shown);
+        assert_eq!(node(&["--raft-addr", text]).raft_addr.unwrap().to_string(), shown);
     }
     for text in ["", "a", "a:", ":1", "a:65536", "a:+1", "a:-1", "a b:1", "::1:7", "[a]:1", "a@b:1"]
     {
@@ -517,20 +508,18 @@ fn addresses() {
 #[test]
 fn peer_list() {
     let list = "n2=B:7001@b:6388, n1=a:7001@a:6388,n3=[::1]:7001@10.0.0.3:6388";
-    let c = cluster(&["--cluster-peers", list]);
-    assert_eq!(c.formation, Formation::Static);
+    let config = node(&["--cluster-peers", list]);
+    let peers = config.cluster_peers.iter();
     let peers: Vec<_> =
-        c.peers.iter().map(|p| format!("{} {} {}", p.node, p.raft_addr, p.client_addr)).collect();
+        peers.map(|p| format!("{} {} {}", p.node, p.raft_addr, p.client_addr)).collect();
     assert_eq!(peers, ["n1 a:7001 a:6388", "n2 b:7001 b:6388", "n3 [::1]:7001 10.0.0.3:6388"]);
+    let c = config.replicated().unwrap();
+    assert_eq!(c.formation, Formation::Static);
     // The entry of this node is what others dial, --raft-addr is where it binds.
-    assert_eq!(c.own_entry().unwrap().node, "n1");
-    assert_eq!((c.dial_addr(), &c.raft_addr), (&host_port("a:7001"), &host_port("127.0.0.1:7001")));
-    assert_eq!(c.advertise_addr, Some(host_port("a:6388")));
-    let c = cluster(&["--cluster-peers", list, "--advertise-addr=door:1"]);
-    assert_eq!(c.advertise_addr, Some(host_port("door:1")));
-    let alone = cluster(&["--cluster-peers=n1=a:1@a:2"]);
-    assert_eq!((alone.formation, alone.peers.len()), (Formation::Static, 1));
-    assert_eq!(cluster(&[]).dial_addr(), &host_port("127.0.0.1:7001"));
+    assert_eq!((c.dial_addr, c.raft_addr), (&host_port("a:7001"), &host_port("127.0.0.1:7001")));
+    assert_eq!(c.advertise_addr, Some(&host_port("a:6388")));
+    let config = node(&["--cluster-peers", list, "--advertise-addr=door:1"]);
+    assert_eq!(config.replicated().unwrap().advertise_addr, Some(&host_port("door:1")));
 
     for (list, rule) in [
         ("", "entry 1 must be id=raftHost:port@clientHost:port"),
@@ -559,11 +548,13 @@ fn peer_list() {
 
 #[test]
 fn ways_to_begin() {
+    let formation = |args: &[&str]| node(args).replicated().unwrap().formation;
     let list = "--cluster-peers=n1=a:1@a:2,n2=b:1@b:2,n3=c:1@c:2";
     let own = "--cluster-peers=n1=a:1@a:2";
-    assert_eq!(cluster(&["--cluster-bootstrap"]).formation, Formation::Bootstrap);
-    assert_eq!(cluster(&["--cluster-bootstrap", own]).formation, Formation::Bootstrap);
-    assert_eq!(cluster(&[own, "--no-cluster-bootstrap"]).formation, Formation::Static);
+    assert_eq!(formation(&["--cluster-bootstrap"]), Formation::Bootstrap);
+    assert_eq!(formation(&["--cluster-bootstrap", own]), Formation::Bootstrap);
+    assert_eq!(formation(&[own]), Formation::Static);
+    assert_eq!(formation(&[own, "--no-cluster-bootstrap"]), Formation::Static);
     cluster_refused(
         &["--cluster-bootstrap", list],
         "--cluster-bootstrap contradicts other nodes in --cluster-peers (n2, n3)",
@@ -583,15 +574,15 @@ fn ways_to_begin() {
                  in --cluster-peers (got {address})"
             ),
         );
-        cluster(&["--cluster-bootstrap", own, &bind]);
-        cluster(&[&bind]);
+        node(&["--cluster-bootstrap", own, &bind]);
+        node(&[&bind]);
     }
-    cluster(&["--cluster-bootstrap", "--raft-addr=127.0.0.1:0"]);
+    node(&["--cluster-bootstrap", "--raft-addr=127.0.0.1:0"]);
 
     let alone = "--witness needs other nodes: it serves no clients itself";
     cluster_refused(&["--witness", "--cluster-bootstrap"], alone);
     cluster_refused(&["--witness", own], alone);
-    assert!(cluster(&["--witness", list]).witness && cluster(&["--witness"]).witness);
+    assert!(node(&["--witness", list]).witness && node(&["--witness"]).witness);
 }
 
 #[test]
@@ -665,12 +656,12 @@ fn a_durable_node_alone() {
         let bind = ["--raft-addr", address];
         let alone = config(&[&args[..], &bind].concat(), &[]);
         assert_eq!(alone.warnings(), [warning]);
-        let secret = alone.replicated().unwrap().secret.as_ref().unwrap();
+        let secret = alone.replicated().unwrap().secret.unwrap();
         assert_eq!(secret.bytes().len(), 32);
         // Drawn once, and not the same for everybody.
         assert!(alone.reload_raft_secret().unwrap().unwrap().matches(secret.bytes()));
         let another = config(&[&args[..], &bind].concat(), &[]);
-        assert!(!another.replicated().unwrap().secret.as_ref().unwrap().matches(secret.bytes()));
+        assert!(!another.replicated().unwrap().secret.unwrap().matches(secret.bytes()));
     }
     let needed = "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
                   or --raft-tls-cert, --raft-tls-key and --raft-tls-ca";
@@ -717,7 +708,6 @@ fn release_on_disconnect() {
         assert_eq!(memory.auto_release_on_disconnect, in_memory != AutoRelease::Lease);
         let node = config(args, NODE);
         assert_eq!(node.disconnect_policy(), replicated, "{args:?}");
-        assert_eq!(node.replicated().unwrap().auto_release, replicated, "{args:?}");
     }
     for (args, policy, other) in
         [([on, lease], "lease", true), ([off, any], "any", false), ([off, clean], "clean", false)]
@@ -766,13 +756,15 @@ fn peers_beyond_loopback_need_tls_or_a_word() {
 #[test]
 fn tls_between_nodes() {
     let files = ["--raft-tls-cert=/c", "--raft-tls-key=/k", "--raft-tls-ca=/a"];
-    let expected = RaftTls { cert: "/c".into(), key: "/k".into(), ca: "/a".into() };
-    let both = cluster(&files);
-    assert_eq!((both.tls, both.secret.is_some()), (Some(expected.clone()), true));
+    let [cert, key, ca] = ["/c", "/k", "/a"].map(Path::new);
+    let expected = RaftTls { cert, key, ca };
+    let both = node(&files);
+    let both = both.replicated().unwrap();
+    assert_eq!((both.tls, both.secret.is_some()), (Some(expected), true));
     // Certificates prove who is there as well as a secret does.
     let tls_only = config(&files, &NODE[..3]);
     let cluster = tls_only.replicated().unwrap();
-    assert_eq!((cluster.tls.as_ref(), cluster.secret.is_none()), (Some(&expected), true));
+    assert_eq!((cluster.tls, cluster.secret.is_none()), (Some(expected), true));
     assert!(tls_only.reload_raft_secret().unwrap().is_none());
     let alone = config(&[&files[..], &["--cluster-bootstrap"]].concat(), &NODE[..3]);
     assert!(alone.replicated().unwrap().secret.is_none() && alone.warnings().is_empty());
@@ -816,7 +808,7 @@ fn secret_between_nodes() {
         (&[], &all[..4], &by_env_file),
     ] {
         let node = config(args, env);
-        let chosen = node.replicated().unwrap().secret.as_ref().unwrap();
+        let chosen = node.replicated().unwrap().secret.unwrap();
         assert_eq!(chosen.bytes(), secret.as_bytes());
         assert!(node.raft_auth_token.as_ref().unwrap().matches(secret.as_bytes()));
         assert!(node.auth_token.is_none() && node.admin_token.is_none());
