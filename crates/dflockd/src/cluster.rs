@@ -8,12 +8,11 @@ use dflockd_engine::replica::driver::{ClusterOptions, Formation};
 use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
-use dflockd_engine::replica::types::{Doors, Policy};
+use dflockd_engine::replica::types::Doors;
 use dflockd_engine::replica::version;
 use dflockd_engine::{Clock, Replicated};
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
-use crate::service::{limits, span};
 
 /// How many past events every member keeps for watches that resume.
 const EVENTS_MAX: u64 = 10_000;
@@ -52,9 +51,8 @@ pub(crate) async fn start(
         Some(addr) => addr.to_string(),
         None => SocketAddr::new(bound.ip(), bound.port()).to_string(),
     };
-    let mut limits = limits(config);
-    limits.failover_grace = span(config.failover_grace);
-    limits.events_max = EVENTS_MAX;
+    let mut policy = config.policy();
+    policy.limits.events_max = EVENTS_MAX;
     let formation = match cluster.formation {
         config::Formation::Bootstrap => Formation::Bootstrap,
         config::Formation::Join => Formation::Join,
@@ -82,11 +80,7 @@ pub(crate) async fn start(
         client_addr,
         formation,
         witness: config.witness,
-        policy: Policy {
-            limits,
-            auto_release: config.disconnect_policy(),
-            orphan_ttl: span(config.orphan_ttl),
-        },
+        policy,
         election_timeout: config.election_timeout,
         heartbeat_interval: config.heartbeat_interval,
         snapshot_entries: config.snapshot_entries,

@@ -13,7 +13,11 @@ use std::time::Duration;
 
 use clap::error::{ContextKind, ErrorKind};
 use clap::{Arg, ArgAction, Command};
+use dflockd_core::Limits;
+use dflockd_engine::policy_settings;
 pub use dflockd_engine::replica::types::AutoRelease;
+use dflockd_engine::replica::types::Policy;
+use dflockd_wire::PATTERN_TOKENS_MAX;
 
 mod cluster;
 mod rules;
@@ -24,7 +28,7 @@ pub use cluster::{ClusterConfig, FollowerMode, Formation, HostPort, PeerSpec, Ra
 pub use secrets::{Secret, Tokens};
 pub use settings::{Config, Setting, markdown_table, settings};
 
-use rules::{AUTO_RELEASE, is_loopback, is_wildcard, parse_go_bool};
+use rules::{is_loopback, is_wildcard, parse_go_bool};
 use settings::{ACTIONS, Given, find};
 
 /// The largest value that every published client can read back in one `ok <value>` line.
@@ -126,7 +130,7 @@ impl Config {
             if explicit && release != on_disconnect {
                 return refuse(format!(
                     "--auto-release {} contradicts --auto-release-on-disconnect={on_disconnect}",
-                    AUTO_RELEASE.word(policy)
+                    policy.word()
                 ));
             }
         }
@@ -189,6 +193,29 @@ impl Config {
             None if self.raft_dir.is_some() => AutoRelease::Clean,
             None => AutoRelease::Any,
         }
+    }
+
+    /// What a store, or a cluster that begins, decides by.
+    pub fn policy(&self) -> Policy {
+        let config = self;
+        macro_rules! of_flags {
+            (
+                limits { $($limit:ident = $limit_name:literal, $limit_version:literal,
+                    $limit_valid:expr, ($($limit_flag:tt)+), $limit_field:ident;)+ }
+                own { $($own:ident = $name:literal, $version:literal,
+                    $valid:expr, ($($flag:tt)+), $field:ident;)+ }
+            ) => {
+                Policy {
+                    limits: Limits {
+                        $($limit: config.$($limit_flag)+.into(),)+
+                        pattern_tokens_max: PATTERN_TOKENS_MAX as u64,
+                        ..Limits::default()
+                    },
+                    $($own: config.$($flag)+.into(),)+
+                }
+            };
+        }
+        policy_settings!(of_flags)
     }
 
     /// Where the HTTP interface binds, if it is on.

@@ -274,9 +274,9 @@ pub(super) const LOG_FORMAT: OneOf<LogFormat> =
     OneOf(&[("text", LogFormat::Text), ("json", LogFormat::Json)]);
 
 pub(super) const AUTO_RELEASE: OneOf<AutoRelease> = OneOf(&[
-    ("any", AutoRelease::Any),
-    ("clean", AutoRelease::Clean),
-    ("lease", AutoRelease::Lease),
+    (AutoRelease::Any.word(), AutoRelease::Any),
+    (AutoRelease::Clean.word(), AutoRelease::Clean),
+    (AutoRelease::Lease.word(), AutoRelease::Lease),
 ]);
 
 pub(super) const FOLLOWER_MODE: OneOf<FollowerMode> = OneOf(&[
@@ -284,12 +284,6 @@ pub(super) const FOLLOWER_MODE: OneOf<FollowerMode> = OneOf(&[
     ("forward", FollowerMode::Forward),
     ("auto", FollowerMode::Auto),
 ]);
-
-impl<T: Copy + PartialEq> OneOf<T> {
-    pub(super) fn word(&self, value: T) -> &'static str {
-        self.0.iter().find(|(_, other)| *other == value).map_or("", |(word, _)| word)
-    }
-}
 
 impl<T: Copy> Rule for OneOf<T> {
     type Value = T;

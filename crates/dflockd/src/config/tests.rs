@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use dflockd_engine::replica::policy::{POLICY_SETTINGS, PolicyValue};
 use dflockd_wire::SECONDS_MAX;
 
 use super::secrets::{is_readable_by_others, mode_and_owner};
@@ -463,6 +464,24 @@ fn addresses() {
         let message =
             format!("--advertise-addr must be a host:port that others can dial (got {text:?})");
         refused(&["--advertise-addr", text], NODE, &message);
+    }
+}
+
+/// A setting of the policy has a flag of the same name, range and default.
+#[test]
+fn flags_of_the_policy() {
+    assert_eq!(Config::default().policy(), Policy::default());
+    for setting in POLICY_SETTINGS {
+        let flag = find(setting.name).expect(setting.name);
+        if !matches!(setting.get(&Policy::default()), PolicyValue::Number(_)) {
+            continue;
+        }
+        for number in [0, 1, 60, 61, 1_048_576, 1_048_577] {
+            let as_setting = setting.set(&mut Policy::default(), PolicyValue::Number(number));
+            let as_flag = parse(&[&format!("--{}={number}", flag.flag)], NODE);
+            let why = as_flag.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            assert_eq!(as_setting.is_ok(), !why.contains(" must be "), "{number}: {why}");
+        }
     }
 }
 
