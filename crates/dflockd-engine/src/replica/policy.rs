@@ -13,8 +13,8 @@ use super::types::{AutoRelease, Policy};
 
 /// Hands the settings of the policy to the macro `$make`, which makes something of them.
 ///
-/// A row is `field = name, version that introduced it, valid values, (field of the server's settings), field of the gRPC
-/// message;`. The name is that of the flag. Times are whole seconds for operators.
+/// A row is `field = name, version that introduced it, valid values, (field of the server's settings), field of the
+/// gRPC message;`. The name is that of the flag. Times are whole seconds for operators.
 ///
 /// The rows of `limits` are fields of [`Limits`](dflockd_core::Limits), those of `own` fields of the
 /// [`Policy`](crate::replica::types::Policy) itself.
