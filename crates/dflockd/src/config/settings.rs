@@ -110,54 +110,43 @@ settings! {
     /// TCP port.
     port: u16 = tcp_port().zero("chosen by the system"), "port", "DFLOCKD_PORT", "6388";
     /// Lease of a lock whose client asks for none.
-    default_lease_ttl: Duration = seconds(1..),
-        "default-lease-ttl", "DFLOCKD_DEFAULT_LEASE_TTL_S", "33";
+    default_lease_ttl: Duration = seconds(1..), "default-lease-ttl", "DFLOCKD_DEFAULT_LEASE_TTL_S", "33";
     /// Longest lease that is granted; a longer one is shortened to it, and the answer tells.
-    max_lease_ttl: Duration = seconds(0..).zero("none"),
-        "max-lease-ttl", "DFLOCKD_MAX_LEASE_TTL_S", "86400";
+    max_lease_ttl: Duration = seconds(0..).zero("none"), "max-lease-ttl", "DFLOCKD_MAX_LEASE_TTL_S", "86400";
     /// Longest pause between two looks for ended leases; they end at their deadline all the same.
-    lease_sweep_interval: Duration = seconds(1..),
-        "lease-sweep-interval", "DFLOCKD_LEASE_SWEEP_INTERVAL_S", "1";
+    lease_sweep_interval: Duration = seconds(1..), "lease-sweep-interval", "DFLOCKD_LEASE_SWEEP_INTERVAL_S", "1";
     /// Period of the sweep for idle resources.
-    gc_interval: Duration = seconds(1..),
-        "gc-interval", "DFLOCKD_GC_INTERVAL_S" or "DFLOCKD_GC_LOOP_SLEEP", "5";
+    gc_interval: Duration = seconds(1..), "gc-interval", "DFLOCKD_GC_INTERVAL_S" or "DFLOCKD_GC_LOOP_SLEEP", "5";
     /// Idle age at which a resource is dropped.
     gc_max_idle: Duration = seconds(0..).zero("at the next sweep"),
         "gc-max-idle", "DFLOCKD_GC_MAX_IDLE_S" or "DFLOCKD_GC_MAX_UNUSED_TIME", "60";
     /// Most lock, semaphore, read-write and election keys.
-    max_locks: u64 = count(1..),
-        "max-locks", "DFLOCKD_MAX_LOCKS", "1024";
+    max_locks: u64 = count(1..), "max-locks", "DFLOCKD_MAX_LOCKS", "1024";
     /// Most counters, values, lists and barriers together.
     max_keys: u64 = limit(), "max-keys", "DFLOCKD_MAX_KEYS", "0";
     /// Most items in one list.
     max_list_length: u64 = limit(), "max-list-length", "DFLOCKD_MAX_LIST_LENGTH", "0";
     /// Largest value and list item in bytes.
-    max_value_bytes: u64 = count(1..=1_048_576),
-        "max-value-bytes", "DFLOCKD_MAX_VALUE_BYTES", "65533";
+    max_value_bytes: u64 = count(1..=1_048_576), "max-value-bytes", "DFLOCKD_MAX_VALUE_BYTES", "65533";
     /// Most TCP connections.
     max_connections: u64 = connections(), "max-connections", "DFLOCKD_MAX_CONNECTIONS", "0";
     /// Most TCP connections of one source address.
-    max_connections_per_ip: u64 = limit(),
-        "max-connections-per-ip", "DFLOCKD_MAX_CONNECTIONS_PER_IP", "0";
+    max_connections_per_ip: u64 = limit(), "max-connections-per-ip", "DFLOCKD_MAX_CONNECTIONS_PER_IP", "0";
     /// Longest queue of one key.
     max_waiters: u64 = limit(), "max-waiters", "DFLOCKD_MAX_WAITERS", "0";
     /// Most subscriptions (listen, watch and observe) of one connection.
     max_subscriptions: u64 = limit(), "max-subscriptions", "DFLOCKD_MAX_SUBSCRIPTIONS", "1024";
     /// Most bytes of patterns, keys and group names in the subscriptions of one connection.
-    max_subscription_bytes: u64 = limit(),
-        "max-subscription-bytes", "DFLOCKD_MAX_SUBSCRIPTION_BYTES", "262144";
+    max_subscription_bytes: u64 = limit(), "max-subscription-bytes", "DFLOCKD_MAX_SUBSCRIPTION_BYTES", "262144";
     /// Most subscriptions of all connections together.
-    max_subscriptions_total: u64 = limit(),
-        "max-subscriptions-total", "DFLOCKD_MAX_SUBSCRIPTIONS_TOTAL", "262144";
+    max_subscriptions_total: u64 = limit(), "max-subscriptions-total", "DFLOCKD_MAX_SUBSCRIPTIONS_TOTAL", "262144";
     /// Most bytes of patterns, keys and group names in all subscriptions together.
     max_subscription_bytes_total: u64 = limit(),
         "max-subscription-bytes-total", "DFLOCKD_MAX_SUBSCRIPTION_BYTES_TOTAL", "67108864";
     /// Most locks that one connection or session holds.
-    max_holds_per_session: u64 = limit(),
-        "max-holds-per-session", "DFLOCKD_MAX_HOLDS_PER_SESSION", "65536";
+    max_holds_per_session: u64 = limit(), "max-holds-per-session", "DFLOCKD_MAX_HOLDS_PER_SESSION", "65536";
     /// Most requests of one connection or session that wait, with its places in queues.
-    max_waits_per_session: u64 = limit(),
-        "max-waits-per-session", "DFLOCKD_MAX_WAITS_PER_SESSION", "65536";
+    max_waits_per_session: u64 = limit(), "max-waits-per-session", "DFLOCKD_MAX_WAITS_PER_SESSION", "65536";
     /// Most sessions that outlive their connection.
     max_sessions: u64 = limit(), "max-sessions", "DFLOCKD_MAX_SESSIONS", "262144";
     /// Most bytes of answers and pushes that wait for one client; while they wait its requests are not
@@ -166,17 +155,13 @@ settings! {
         "max-pending-bytes", "DFLOCKD_MAX_PENDING_BYTES", "4194304";
     /// Threads that serve connections of the line protocol, and as many again for HTTP and gRPC. By itself half of the
     /// cores for lines, because most of that work is the kernel's, and as many as there are cores for the others.
-    worker_threads: u64 = count(0..=1024).zero("by the cores"),
-        "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
+    worker_threads: u64 = count(0..=1024).zero("by the cores"), "worker-threads", "DFLOCKD_WORKER_THREADS", "0";
     /// Time a client has for each line of a request it has begun, and for the TLS handshake.
-    read_timeout: Duration = seconds(1..),
-        "read-timeout", "DFLOCKD_READ_TIMEOUT_S", "23";
+    read_timeout: Duration = seconds(1..), "read-timeout", "DFLOCKD_READ_TIMEOUT_S", "23";
     /// Time a client has to take in a response line.
-    write_timeout: Duration = seconds(0..).zero("none"),
-        "write-timeout", "DFLOCKD_WRITE_TIMEOUT_S", "5";
+    write_timeout: Duration = seconds(0..).zero("none"), "write-timeout", "DFLOCKD_WRITE_TIMEOUT_S", "5";
     /// Silence between requests after which a connection is closed.
-    idle_timeout: Duration = seconds(0..).zero("off"),
-        "idle-timeout", "DFLOCKD_IDLE_TIMEOUT_S", "0";
+    idle_timeout: Duration = seconds(0..).zero("off"), "idle-timeout", "DFLOCKD_IDLE_TIMEOUT_S", "0";
     /// Time to drain after SIGINT or SIGTERM.
     shutdown_timeout: Duration = seconds(0..).zero("wait for ever"),
         "shutdown-timeout", "DFLOCKD_SHUTDOWN_TIMEOUT_S", "30";
@@ -188,19 +173,16 @@ settings! {
     auto_release: Option<AutoRelease> = Optional(AUTO_RELEASE),
         "auto-release", "DFLOCKD_AUTO_RELEASE", "any, with --raft-dir clean";
     /// Let mutex and semaphore keys share one name space, as in v1.10 to v1.13.
-    shared_key_namespace: bool = Switch,
-        "shared-key-namespace", "DFLOCKD_SHARED_KEY_NAMESPACE", "false";
+    shared_key_namespace: bool = Switch, "shared-key-namespace", "DFLOCKD_SHARED_KEY_NAMESPACE", "false";
     /// Also drop values without a time to live that were idle longer than --gc-max-idle.
     kv_idle_gc: bool = Switch, "kv-idle-gc", "DFLOCKD_KV_IDLE_GC", "false";
     /// Add the fence to grant and renew lines, and tell renewals of an ended lease apart.
     wire_fence: bool = Switch, "wire-fence", "DFLOCKD_WIRE_FENCE", "false";
     /// File that keeps fences growing over restarts even if the clock is set back.
-    fence_state_file: Option<PathBuf> = Optional(FilePath),
-        "fence-state-file", "DFLOCKD_FENCE_STATE_FILE", "";
+    fence_state_file: Option<PathBuf> = Optional(FilePath), "fence-state-file", "DFLOCKD_FENCE_STATE_FILE", "";
     /// Time after a start during which acquires queue and nothing is granted; auto waits as long as
     /// the longest lease granted before (needs --fence-state-file).
-    startup_grant_delay: GrantDelay = Delay,
-        "startup-grant-delay", "DFLOCKD_STARTUP_GRANT_DELAY_S", "0";
+    startup_grant_delay: GrantDelay = Delay, "startup-grant-delay", "DFLOCKD_STARTUP_GRANT_DELAY_S", "0";
     /// PEM file with the certificate chain; TLS replaces plain text on the port (needs --tls-key).
     tls_cert: Option<PathBuf> = Optional(FilePath), "tls-cert", "DFLOCKD_TLS_CERT", "";
     /// PEM file with the private key (needs --tls-cert).
@@ -208,8 +190,7 @@ settings! {
     /// HTTP port; must differ from --port.
     http_port: u16 = tcp_port().zero("off"), "http-port", "DFLOCKD_HTTP_PORT", "0";
     /// HTTP bind address.
-    http_host: Option<String> = Optional(Text),
-        "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
+    http_host: Option<String> = Optional(Text), "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
     /// Idle unit of an HTTP session, told to clients: it ends when it was unused for more than twice
     /// this.
     http_session_idle_timeout: Duration = seconds(0..).zero("never"),
@@ -217,11 +198,9 @@ settings! {
     /// Most open HTTP sessions; an event stream counts as one.
     http_max_sessions: u64 = limit(), "http-max-sessions", "DFLOCKD_HTTP_MAX_SESSIONS", "0";
     /// Most open HTTP sessions of one source address.
-    http_max_sessions_per_ip: u64 = limit(),
-        "http-max-sessions-per-ip", "DFLOCKD_HTTP_MAX_SESSIONS_PER_IP", "0";
+    http_max_sessions_per_ip: u64 = limit(), "http-max-sessions-per-ip", "DFLOCKD_HTTP_MAX_SESSIONS_PER_IP", "0";
     /// Most HTTP connections.
-    http_max_connections: u64 = connections(),
-        "http-max-connections", "DFLOCKD_HTTP_MAX_CONNECTIONS", "0";
+    http_max_connections: u64 = connections(), "http-max-connections", "DFLOCKD_HTTP_MAX_CONNECTIONS", "0";
     /// Most HTTP connections of one source address.
     http_max_connections_per_ip: u64 = limit(),
         "http-max-connections-per-ip", "DFLOCKD_HTTP_MAX_CONNECTIONS_PER_IP", "0";
@@ -237,8 +216,7 @@ settings! {
     /// Hosts that requests without a token may be sent to, besides loopback addresses, the bind address and
     /// --http-advertise-addr: names or addresses separated by commas, with a dot in front for all names below a
     /// domain, or * for all.
-    http_allowed_hosts: Vec<String> = HOSTS,
-        "http-allowed-hosts", "DFLOCKD_HTTP_ALLOWED_HOSTS", "";
+    http_allowed_hosts: Vec<String> = HOSTS, "http-allowed-hosts", "DFLOCKD_HTTP_ALLOWED_HOSTS", "";
     /// Speak HTTP/2 without TLS on the HTTP port, to clients that know that it does.
     http_h2c: bool = Switch, "http-h2c", "DFLOCKD_HTTP_H2C", "false";
     /// How often a comment is written to event streams, so that proxies keep them open; must be below
@@ -248,22 +226,18 @@ settings! {
     /// gRPC port; must differ from --port and --http-port. Its caps are those of HTTP, counted apart.
     grpc_port: u16 = tcp_port().zero("off"), "grpc-port", "DFLOCKD_GRPC_PORT", "0";
     /// gRPC bind address.
-    grpc_host: Option<String> = Optional(Text),
-        "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
+    grpc_host: Option<String> = Optional(Text), "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
     /// Most gRPC connections.
-    grpc_max_connections: u64 = connections(),
-        "grpc-max-connections", "DFLOCKD_GRPC_MAX_CONNECTIONS", "0";
+    grpc_max_connections: u64 = connections(), "grpc-max-connections", "DFLOCKD_GRPC_MAX_CONNECTIONS", "0";
     /// Time after which a gRPC connection without an open call is closed, whether it answers pings or not; before its
     /// first authenticated call it is --read-timeout if that is shorter.
-    grpc_idle_timeout: Duration = seconds(0..).zero("off"),
-        "grpc-idle-timeout", "DFLOCKD_GRPC_IDLE_TIMEOUT_S", "300";
+    grpc_idle_timeout: Duration = seconds(0..).zero("off"), "grpc-idle-timeout", "DFLOCKD_GRPC_IDLE_TIMEOUT_S", "300";
     /// Wrong tokens per second of one source address, after ten at once; what comes beyond is
     /// refused without looking at the token.
     auth_failure_rate_per_ip: u64 = count(0..).zero("off"),
         "auth-failure-rate-per-ip", "DFLOCKD_AUTH_FAILURE_RATE_PER_IP", "1";
     /// Wrong tokens per second of all source addresses together.
-    auth_failure_rate: u64 = count(0..).zero("off"),
-        "auth-failure-rate", "DFLOCKD_AUTH_FAILURE_RATE", "1000";
+    auth_failure_rate: u64 = count(0..).zero("off"), "auth-failure-rate", "DFLOCKD_AUTH_FAILURE_RATE", "1000";
     /// Refuse to start without an auth token, or with tokens that are short or equal.
     require_auth: bool = Switch, "require-auth", "DFLOCKD_REQUIRE_AUTH", "false";
     /// Form of the log lines on stderr.
@@ -271,8 +245,7 @@ settings! {
     /// Log at level DEBUG.
     debug: bool = Switch, "debug", "DFLOCKD_DEBUG", "false";
     /// Where traces are sent: a collector that takes OTLP over gRPC.
-    otlp_endpoint: Option<String> = Optional(Endpoint),
-        "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
+    otlp_endpoint: Option<String> = Optional(Endpoint), "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
     /// Share of the traces that begin here and are sent, in percent. Clients whose requests belong to
     /// a trace decide about that themselves.
     otlp_sample_percent: u64 = count(0..=100).zero("only those of clients"),
@@ -280,8 +253,7 @@ settings! {
     /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
     raft_dir: Option<PathBuf> = Optional(FilePath), "raft-dir", "DFLOCKD_RAFT_DIR", "";
     /// Name of this node, never used again after its removal; required in replicated mode.
-    node_id: Option<String> = Optional(NodeName),
-        "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
+    node_id: Option<String> = Optional(NodeName), "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
     /// Bind address of the peer port; required in replicated mode. Others dial this node's entry in
     /// --cluster-peers or the address given when it was added.
     raft_addr: Option<HostPort> = Optional(Address { dialled: false }),
@@ -298,12 +270,10 @@ settings! {
         "grpc-advertise-addr", "DFLOCKD_GRPC_ADVERTISE_ADDR", "grpc-host:grpc-port" needs "raft-dir";
     /// All nodes of a new cluster, the same list on each, this node among them. A node with state on
     /// disk takes the list as a hint only.
-    cluster_peers: Vec<PeerSpec> = PEERS,
-        "cluster-peers", "DFLOCKD_CLUSTER_PEERS", "" needs "raft-dir";
+    cluster_peers: Vec<PeerSpec> = PEERS, "cluster-peers", "DFLOCKD_CLUSTER_PEERS", "" needs "raft-dir";
     /// Start a cluster of this node alone, to be grown later; --cluster-peers may then name this
     /// node only. Without it and without --cluster-peers a new node waits to be added.
-    cluster_bootstrap: bool = Switch,
-        "cluster-bootstrap", "DFLOCKD_CLUSTER_BOOTSTRAP", "false" needs "raft-dir";
+    cluster_bootstrap: bool = Switch, "cluster-bootstrap", "DFLOCKD_CLUSTER_BOOTSTRAP", "false" needs "raft-dir";
     /// This node votes and keeps the log, but keeps no state and serves no clients.
     witness: bool = Switch, "witness", "DFLOCKD_WITNESS", "false" needs "raft-dir";
     /// PEM file with the certificate chain for the peer port, its common name the node id; the three
@@ -311,18 +281,15 @@ settings! {
     raft_tls_cert: Option<PathBuf> = Optional(FilePath),
         "raft-tls-cert", "DFLOCKD_RAFT_TLS_CERT", "" needs "raft-dir";
     /// PEM file with the private key of that certificate.
-    raft_tls_key: Option<PathBuf> = Optional(FilePath),
-        "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
+    raft_tls_key: Option<PathBuf> = Optional(FilePath), "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
     /// PEM file with the authorities that sign the certificates of the nodes.
-    raft_tls_ca: Option<PathBuf> = Optional(FilePath),
-        "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
+    raft_tls_ca: Option<PathBuf> = Optional(FilePath), "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
     /// Speak with peers beyond loopback without the --raft-tls files: the shared secret alone then
     /// protects the connections, and whoever has it can be any node.
     raft_no_tls: bool = Switch, "raft-no-tls", "DFLOCKD_RAFT_NO_TLS", "false" needs "raft-dir";
     /// What a node that does not lead does with a request: send the client to the leader, pass the
     /// request on, or choose by what the client understands.
-    follower_mode: FollowerMode = FOLLOWER_MODE,
-        "follower-mode", "DFLOCKD_FOLLOWER_MODE", "auto" needs "raft-dir";
+    follower_mode: FollowerMode = FOLLOWER_MODE, "follower-mode", "DFLOCKD_FOLLOWER_MODE", "auto" needs "raft-dir";
     /// How long locks of a cleanly closed connection with a stable reference wait for its return.
     orphan_ttl: Duration = seconds(0..).zero("not at all"),
         "orphan-ttl", "DFLOCKD_ORPHAN_TTL_S", "0" needs "raft-dir";
@@ -330,8 +297,7 @@ settings! {
     failover_grace: Duration = seconds(0..=60).zero("none"),
         "failover-grace", "DFLOCKD_FAILOVER_GRACE_S", "3" needs "raft-dir";
     /// Entries of the log after which a snapshot replaces them.
-    snapshot_entries: u64 = count(1..),
-        "snapshot-entries", "DFLOCKD_SNAPSHOT_ENTRIES", "100000" needs "raft-dir";
+    snapshot_entries: u64 = count(1..), "snapshot-entries", "DFLOCKD_SNAPSHOT_ENTRIES", "100000" needs "raft-dir";
     /// Silence of the leader after which a node stands for election: a random time from this to
     /// twice this.
     election_timeout: Duration = millis(100..=60_000),
