@@ -426,18 +426,10 @@ fn heartbeats_and_elections() {
     assert_eq!(times(&["--election-timeout-ms=100"]), (100, 33));
     let both = ["--election-timeout-ms=300", "--heartbeat-interval-ms=100"];
     assert_eq!(times(&both), (300, 100));
-    refused(
-        &["--election-timeout-ms=449", "--heartbeat-interval-ms=150"],
-        NODE,
-        "--heartbeat-interval-ms must be at most a third of --election-timeout-ms, 149 \
-         (got 150)",
-    );
-    refused(
-        &["--heartbeat-interval-ms=334"],
-        NODE,
-        "--heartbeat-interval-ms must be at most a third of --election-timeout-ms, 333 \
-         (got 334)",
-    );
+    let third = "--heartbeat-interval-ms must be at most a third of --election-timeout-ms,";
+    let both = ["--election-timeout-ms=449", "--heartbeat-interval-ms=150"];
+    refused(&both, NODE, &format!("{third} 149 (got 150)"));
+    refused(&["--heartbeat-interval-ms=334"], NODE, &format!("{third} 333 (got 334)"));
 }
 
 #[test]
@@ -536,15 +528,16 @@ fn ways_to_begin() {
     assert_eq!(formation(&["--cluster-bootstrap", own]), Formation::Bootstrap);
     assert_eq!(formation(&[own]), Formation::Static);
     assert_eq!(formation(&[own, "--no-cluster-bootstrap"]), Formation::Static);
-    refused(
-        &["--cluster-bootstrap", list],
+    refuses(
         NODE,
-        "--cluster-bootstrap contradicts other nodes in --cluster-peers (n2, n3)",
-    );
-    refused(
-        &["--cluster-bootstrap", "--cluster-peers=n2=b:1@b:2"],
-        NODE,
-        "--cluster-peers must contain this node (--node-id n1 is not in it)",
+        "
+        --cluster-bootstrap --cluster-peers=n1=a:1@a:2,n2=b:1@b:2,n3=c:1@c:2 => \
+            --cluster-bootstrap contradicts other nodes in --cluster-peers (n2, n3)
+        --cluster-bootstrap --cluster-peers=n2=b:1@b:2 => \
+            --cluster-peers must contain this node (--node-id n1 is not in it)
+        --witness --cluster-bootstrap            => --witness needs other nodes: it serves no clients itself
+        --witness --cluster-peers=n1=a:1@a:2     => --witness needs other nodes: it serves no clients itself
+        ",
     );
 
     // What stands in the membership must lead the nodes that are added to this one.
@@ -563,22 +556,19 @@ fn ways_to_begin() {
     }
     node(&["--cluster-bootstrap", "--raft-addr=127.0.0.1:0"]);
 
-    let alone = "--witness needs other nodes: it serves no clients itself";
-    refused(&["--witness", "--cluster-bootstrap"], NODE, alone);
-    refused(&["--witness", own], NODE, alone);
     assert!(node(&["--witness", list]).witness && node(&["--witness"]).witness);
 }
 
 #[test]
 fn what_replicated_mode_needs() {
-    let base = [("DFLOCKD_RAFT_DIR", "/d")];
-    refused(&[], &base, "--raft-dir needs --node-id");
-    refused(&["--node-id=n1"], &base, "--raft-dir needs --raft-addr");
-    refused(
-        &["--node-id=n1", "--raft-addr=127.0.0.1:7001"],
-        &base,
-        "--raft-dir needs --raft-auth-token or --raft-auth-token-file, \
-         or --raft-tls-cert, --raft-tls-key and --raft-tls-ca",
+    refuses(
+        &[("DFLOCKD_RAFT_DIR", "/d")],
+        "
+        --no-debug     => --raft-dir needs --node-id
+        --node-id=n1   => --raft-dir needs --raft-addr
+        --node-id=n1 --raft-addr=127.0.0.1:7001 => --raft-dir needs --raft-auth-token or --raft-auth-token-file, \
+            or --raft-tls-cert, --raft-tls-key and --raft-tls-ca
+        ",
     );
 }
 
@@ -753,17 +743,17 @@ fn tls_between_nodes() {
     let alone = config(&[&files[..], &["--cluster-bootstrap"]].concat(), &NODE[..3]);
     assert!(alone.replicated().unwrap().secret.is_none() && alone.warnings().is_empty());
 
-    let [cert, key, ca] = files;
-    for (args, message) in [
-        (&[cert][..], "--raft-tls-cert needs --raft-tls-key"),
-        (&[key], "--raft-tls-key needs --raft-tls-cert"),
-        (&[ca], "--raft-tls-ca needs --raft-tls-cert"),
-        (&[cert, key], "--raft-tls-cert needs --raft-tls-ca"),
-        (&[cert, ca], "--raft-tls-cert needs --raft-tls-key"),
-        (&[key, ca], "--raft-tls-key needs --raft-tls-cert"),
-    ] {
-        refused(args, NODE, message);
-    }
+    refuses(
+        NODE,
+        "
+        --raft-tls-cert=/c                     => --raft-tls-cert needs --raft-tls-key
+        --raft-tls-key=/k                      => --raft-tls-key needs --raft-tls-cert
+        --raft-tls-ca=/a                       => --raft-tls-ca needs --raft-tls-cert
+        --raft-tls-cert=/c --raft-tls-key=/k   => --raft-tls-cert needs --raft-tls-ca
+        --raft-tls-cert=/c --raft-tls-ca=/a    => --raft-tls-cert needs --raft-tls-key
+        --raft-tls-key=/k --raft-tls-ca=/a     => --raft-tls-key needs --raft-tls-cert
+        ",
+    );
     let env = [
         NODE,
         &[("DFLOCKD_RAFT_TLS_CERT", "/c"), ("DFLOCKD_RAFT_TLS_KEY", "/k")],
