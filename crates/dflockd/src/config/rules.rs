@@ -212,38 +212,60 @@ fn not_a_boolean() -> Problem {
     Problem::Malformed("must be a boolean".to_owned())
 }
 
+/// A text of some form.
+pub(super) struct Form<T> {
+    valid: &'static str,
+    /// What is said of any other text.
+    rule: &'static str,
+    parse: fn(&str) -> Option<T>,
+}
+
+impl<T> Rule for Form<T> {
+    type Value = T;
+
+    fn valid(&self) -> String {
+        self.valid.to_owned()
+    }
+
+    fn parse_flag(&self, text: &str) -> Result<T, Problem> {
+        (self.parse)(text).ok_or_else(|| Problem::Malformed(self.rule.to_owned()))
+    }
+}
+
 /// Any text but the empty one: an empty flag is nearly always a shell variable that was not set.
-pub(super) struct Text;
+pub(super) const TEXT: Form<String> = Form {
+    valid: "not empty",
+    rule: "must not be empty",
+    parse: |text| (!text.is_empty()).then(|| text.to_owned()),
+};
 
-impl Rule for Text {
-    type Value = String;
+pub(super) const FILE_PATH: Form<PathBuf> =
+    Form { valid: "path", rule: TEXT.rule, parse: |text| (TEXT.parse)(text).map(PathBuf::from) };
 
-    fn valid(&self) -> String {
-        "not empty".to_owned()
-    }
+/// The id of a node.
+pub(super) const NODE_NAME: Form<String> = Form {
+    valid: "1-64 of `A-Z a-z 0-9 . _ -`",
+    rule: "must be 1-64 of A-Z a-z 0-9 . _ -",
+    parse: |text| {
+        let is_name_byte = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
+        let is_name = (1..=64).contains(&text.len()) && text.bytes().all(is_name_byte);
+        is_name.then(|| text.to_owned())
+    },
+};
 
-    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
-        match text {
-            "" => Err(Problem::Malformed("must not be empty".to_owned())),
-            text => Ok(text.to_owned()),
-        }
-    }
-}
-
-/// A path.
-pub(super) struct FilePath;
-
-impl Rule for FilePath {
-    type Value = PathBuf;
-
-    fn valid(&self) -> String {
-        "path".to_owned()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<PathBuf, Problem> {
-        Text.parse_flag(text).map(PathBuf::from)
-    }
-}
+/// Where a collector is.
+pub(super) const ENDPOINT: Form<String> = Form {
+    valid: "`http://host:port` or `https://host:port`",
+    rule: "must be http://host:port or https://host:port",
+    parse: |text| {
+        let uri = text.parse::<axum::http::Uri>().ok()?;
+        let known = matches!(uri.scheme_str(), Some("http" | "https"));
+        // A password in it would be shown wherever settings are.
+        let named = uri.authority().is_some_and(|at| !at.as_str().contains('@'));
+        let has_host = uri.host().is_some_and(|host| !host.is_empty());
+        (known && named && has_host).then(|| text.to_owned())
+    },
+};
 
 /// Seconds or `auto`.
 pub(super) struct Delay;
@@ -324,31 +346,6 @@ impl<R: Rule> Rule for Optional<R> {
     }
 }
 
-/// The id of a node.
-pub(super) struct NodeName;
-
-impl NodeName {
-    fn accepts(text: &str) -> bool {
-        let is_name_byte = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);
-        (1..=64).contains(&text.len()) && text.bytes().all(is_name_byte)
-    }
-}
-
-impl Rule for NodeName {
-    type Value = String;
-
-    fn valid(&self) -> String {
-        "1-64 of `A-Z a-z 0-9 . _ -`".to_owned()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
-        if Self::accepts(text) {
-            return Ok(text.to_owned());
-        }
-        Err(Problem::Malformed("must be 1-64 of A-Z a-z 0-9 . _ -".to_owned()))
-    }
-}
-
 /// `host:port`, to bind or to be dialled by others.
 pub(super) struct Address {
     pub(super) dialled: bool,
@@ -416,7 +413,7 @@ fn parse_peer(text: &str) -> Option<PeerSpec> {
     let (node, addresses) = text.split_once('=')?;
     let (raft_addr, client_addr) = addresses.split_once('@')?;
     Some(PeerSpec {
-        node: NodeName::accepts(node).then(|| node.to_owned())?,
+        node: (NODE_NAME.parse)(node)?,
         raft_addr: HostPort::parse(raft_addr)?,
         client_addr: HostPort::parse(client_addr)?,
     })
@@ -468,33 +465,6 @@ pub(super) const HOSTS: List<String> = List {
     },
     check: |_| Ok(()),
 };
-
-/// Where a collector is.
-pub(super) struct Endpoint;
-
-impl Rule for Endpoint {
-    type Value = String;
-
-    fn valid(&self) -> String {
-        "`http://host:port` or `https://host:port`".to_owned()
-    }
-
-    fn parse_flag(&self, text: &str) -> Result<String, Problem> {
-        let uri = text.parse::<axum::http::Uri>().ok();
-        let is_endpoint = uri.is_some_and(|uri| {
-            let known = matches!(uri.scheme_str(), Some("http" | "https"));
-            // A password in it would be shown wherever settings are.
-            let named = uri.authority().is_some_and(|at| !at.as_str().contains('@'));
-            known && named && uri.host().is_some_and(|host| !host.is_empty())
-        });
-        if !is_endpoint {
-            return Err(Problem::Malformed(
-                "must be http://host:port or https://host:port".to_owned(),
-            ));
-        }
-        Ok(text.to_owned())
-    }
-}
 
 /// Whether only this machine can reach the address. A name other than `localhost` counts as
 /// reachable: what it resolves to may change after the warning was due.

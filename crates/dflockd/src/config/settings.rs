@@ -9,8 +9,8 @@ use zeroize::Zeroizing;
 
 use super::cluster::{FollowerMode, HostPort, PeerSpec};
 use super::rules::{
-    AUTO_RELEASE, Address, Delay, Endpoint, FOLLOWER_MODE, FilePath, HOSTS, LOG_FORMAT, NodeName,
-    ORIGINS, Optional, PEERS, Rule, Switch, Text, connections, count, limit, millis, seconds,
+    AUTO_RELEASE, Address, Delay, ENDPOINT, FILE_PATH, FOLLOWER_MODE, HOSTS, LOG_FORMAT, NODE_NAME,
+    ORIGINS, Optional, PEERS, Rule, Switch, TEXT, connections, count, limit, millis, seconds,
     tcp_port,
 };
 use super::secrets::{Secret, TokenSource, Tokens, valid_token};
@@ -82,7 +82,7 @@ macro_rules! settings {
                 env: $file_env,
                 env_old: "",
                 default: "",
-                valid: FilePath.valid(),
+                valid: FILE_PATH.valid(),
                 meaning: concat!($($file_meaning),+).trim(),
                 needs: [$($file_needs,)? ""][0],
                 boolean: false,
@@ -106,7 +106,7 @@ macro_rules! settings {
 
 settings! {
     /// TCP bind address.
-    host: String = Text, "host", "DFLOCKD_HOST", "127.0.0.1";
+    host: String = TEXT, "host", "DFLOCKD_HOST", "127.0.0.1";
     /// TCP port.
     port: u16 = tcp_port().zero("chosen by the system"), "port", "DFLOCKD_PORT", "6388";
     /// Lease of a lock whose client asks for none.
@@ -179,18 +179,18 @@ settings! {
     /// Add the fence to grant and renew lines, and tell renewals of an ended lease apart.
     wire_fence: bool = Switch, "wire-fence", "DFLOCKD_WIRE_FENCE", "false";
     /// File that keeps fences growing over restarts even if the clock is set back.
-    fence_state_file: Option<PathBuf> = Optional(FilePath), "fence-state-file", "DFLOCKD_FENCE_STATE_FILE", "";
+    fence_state_file: Option<PathBuf> = Optional(FILE_PATH), "fence-state-file", "DFLOCKD_FENCE_STATE_FILE", "";
     /// Time after a start during which acquires queue and nothing is granted; auto waits as long as
     /// the longest lease granted before (needs --fence-state-file).
     startup_grant_delay: GrantDelay = Delay, "startup-grant-delay", "DFLOCKD_STARTUP_GRANT_DELAY_S", "0";
     /// PEM file with the certificate chain; TLS replaces plain text on the port (needs --tls-key).
-    tls_cert: Option<PathBuf> = Optional(FilePath), "tls-cert", "DFLOCKD_TLS_CERT", "";
+    tls_cert: Option<PathBuf> = Optional(FILE_PATH), "tls-cert", "DFLOCKD_TLS_CERT", "";
     /// PEM file with the private key (needs --tls-cert).
-    tls_key: Option<PathBuf> = Optional(FilePath), "tls-key", "DFLOCKD_TLS_KEY", "";
+    tls_key: Option<PathBuf> = Optional(FILE_PATH), "tls-key", "DFLOCKD_TLS_KEY", "";
     /// HTTP port; must differ from --port.
     http_port: u16 = tcp_port().zero("off"), "http-port", "DFLOCKD_HTTP_PORT", "0";
     /// HTTP bind address.
-    http_host: Option<String> = Optional(Text), "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
+    http_host: Option<String> = Optional(TEXT), "http-host", "DFLOCKD_HTTP_HOST", "value of --host";
     /// Idle unit of an HTTP session, told to clients: it ends when it was unused for more than twice
     /// this.
     http_session_idle_timeout: Duration = seconds(0..).zero("never"),
@@ -226,7 +226,7 @@ settings! {
     /// gRPC port; must differ from --port and --http-port. Its caps are those of HTTP, counted apart.
     grpc_port: u16 = tcp_port().zero("off"), "grpc-port", "DFLOCKD_GRPC_PORT", "0";
     /// gRPC bind address.
-    grpc_host: Option<String> = Optional(Text), "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
+    grpc_host: Option<String> = Optional(TEXT), "grpc-host", "DFLOCKD_GRPC_HOST", "value of --host";
     /// Most gRPC connections.
     grpc_max_connections: u64 = connections(), "grpc-max-connections", "DFLOCKD_GRPC_MAX_CONNECTIONS", "0";
     /// Time after which a gRPC connection without an open call is closed, whether it answers pings or not; before its
@@ -245,15 +245,15 @@ settings! {
     /// Log at level DEBUG.
     debug: bool = Switch, "debug", "DFLOCKD_DEBUG", "false";
     /// Where traces are sent: a collector that takes OTLP over gRPC.
-    otlp_endpoint: Option<String> = Optional(Endpoint), "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
+    otlp_endpoint: Option<String> = Optional(ENDPOINT), "otlp-endpoint", "DFLOCKD_OTLP_ENDPOINT", "";
     /// Share of the traces that begin here and are sent, in percent. Clients whose requests belong to
     /// a trace decide about that themselves.
     otlp_sample_percent: u64 = count(0..=100).zero("only those of clients"),
         "otlp-sample-percent", "DFLOCKD_OTLP_SAMPLE_PERCENT", "10" needs "otlp-endpoint";
     /// Directory of the log and the snapshots, for this node alone; switches replicated mode on.
-    raft_dir: Option<PathBuf> = Optional(FilePath), "raft-dir", "DFLOCKD_RAFT_DIR", "";
+    raft_dir: Option<PathBuf> = Optional(FILE_PATH), "raft-dir", "DFLOCKD_RAFT_DIR", "";
     /// Name of this node, never used again after its removal; required in replicated mode.
-    node_id: Option<String> = Optional(NodeName), "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
+    node_id: Option<String> = Optional(NODE_NAME), "node-id", "DFLOCKD_NODE_ID", "" needs "raft-dir";
     /// Bind address of the peer port; required in replicated mode. Others dial this node's entry in
     /// --cluster-peers or the address given when it was added.
     raft_addr: Option<HostPort> = Optional(Address { dialled: false }),
@@ -278,12 +278,12 @@ settings! {
     witness: bool = Switch, "witness", "DFLOCKD_WITNESS", "false" needs "raft-dir";
     /// PEM file with the certificate chain for the peer port, its common name the node id; the three
     /// --raft-tls files belong together and make peers speak mutual TLS 1.3.
-    raft_tls_cert: Option<PathBuf> = Optional(FilePath),
+    raft_tls_cert: Option<PathBuf> = Optional(FILE_PATH),
         "raft-tls-cert", "DFLOCKD_RAFT_TLS_CERT", "" needs "raft-dir";
     /// PEM file with the private key of that certificate.
-    raft_tls_key: Option<PathBuf> = Optional(FilePath), "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
+    raft_tls_key: Option<PathBuf> = Optional(FILE_PATH), "raft-tls-key", "DFLOCKD_RAFT_TLS_KEY", "" needs "raft-dir";
     /// PEM file with the authorities that sign the certificates of the nodes.
-    raft_tls_ca: Option<PathBuf> = Optional(FilePath), "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
+    raft_tls_ca: Option<PathBuf> = Optional(FILE_PATH), "raft-tls-ca", "DFLOCKD_RAFT_TLS_CA", "" needs "raft-dir";
     /// Speak with peers beyond loopback without the --raft-tls files: the shared secret alone then
     /// protects the connections, and whoever has it can be any node.
     raft_no_tls: bool = Switch, "raft-no-tls", "DFLOCKD_RAFT_NO_TLS", "false" needs "raft-dir";
@@ -457,7 +457,7 @@ impl<'a> Given<'a> {
         }
         if let Some(text) = (self.flag)(file) {
             let name = format!("--{file}");
-            let path = FilePath.parse_flag(text).map_err(|p| p.in_flag(&name, text))?;
+            let path = FILE_PATH.parse_flag(text).map_err(|p| p.in_flag(&name, text))?;
             return Ok(Some(TokenSource::File { name, path }));
         }
         let env_of = |flag| find(flag).map_or("", |setting: &Setting| setting.env);
