@@ -4,6 +4,7 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
 use core::ops::{Add, Deref};
+use core::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -50,6 +51,12 @@ impl Span {
     #[must_use]
     pub const fn from_millis(milliseconds: u64) -> Self {
         Self(milliseconds.saturating_mul(1_000_000))
+    }
+}
+
+impl From<Duration> for Span {
+    fn from(duration: Duration) -> Self {
+        Self(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
     }
 }
 

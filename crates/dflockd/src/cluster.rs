@@ -8,12 +8,11 @@ use dflockd_engine::replica::driver::{ClusterOptions, Formation};
 use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
-use dflockd_engine::replica::types::{Doors, Policy};
+use dflockd_engine::replica::types::Doors;
 use dflockd_engine::replica::version;
 use dflockd_engine::{Clock, Replicated};
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
-use crate::service::{limits, span};
 
 /// How many past events every member keeps for watches that resume.
 const EVENTS_MAX: u64 = 10_000;
@@ -21,13 +20,13 @@ const EVENTS_MAX: u64 = 10_000;
 /// Where others find the doors that this node has besides the line protocol.
 pub(crate) fn doors(
     config: &Config,
-    cluster: &ClusterConfig,
+    cluster: &ClusterConfig<'_>,
     http: Option<SocketAddr>,
     grpc: Option<SocketAddr>,
 ) -> Doors {
     let door = |bound: Option<SocketAddr>, advertised: &Option<HostPort>| match bound {
         None => String::new(),
-        Some(bound) => match (advertised, &cluster.advertise_addr) {
+        Some(bound) => match (advertised, cluster.advertise_addr) {
             (Some(addr), _) => addr.to_string(),
             (None, Some(addr)) if bound.ip().is_unspecified() => {
                 HostPort { host: addr.host.clone(), port: bound.port() }.to_string()
@@ -44,22 +43,21 @@ pub(crate) fn doors(
 /// Opens the data directory and begins to take part.
 pub(crate) async fn start(
     config: &Config,
-    cluster: &ClusterConfig,
+    cluster: &ClusterConfig<'_>,
     bound: SocketAddr,
     strangers_max: u64,
 ) -> anyhow::Result<Arc<Replicated>> {
-    let client_addr = match &cluster.advertise_addr {
+    let client_addr = match cluster.advertise_addr {
         Some(addr) => addr.to_string(),
         None => SocketAddr::new(bound.ip(), bound.port()).to_string(),
     };
-    let mut limits = limits(config);
-    limits.failover_grace = span(cluster.failover_grace);
-    limits.events_max = EVENTS_MAX;
+    let mut policy = config.policy();
+    policy.limits.events_max = EVENTS_MAX;
     let formation = match cluster.formation {
         config::Formation::Bootstrap => Formation::Bootstrap,
         config::Formation::Join => Formation::Join,
         config::Formation::Static => {
-            let peers = cluster.peers.iter();
+            let peers = config.cluster_peers.iter();
             let peers = peers.map(|peer| {
                 (peer.node.clone(), peer.raft_addr.to_string(), peer.client_addr.to_string())
             });
@@ -67,29 +65,25 @@ pub(crate) async fn start(
         }
     };
     let options = ClusterOptions {
-        dir: cluster.dir.clone(),
-        node: cluster.node.clone(),
+        dir: cluster.dir.to_owned(),
+        node: cluster.node.to_owned(),
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
-            credentials: credentials(cluster, [cluster.secret.as_ref(), None])?,
+            credentials: credentials(cluster, [cluster.secret, None])?,
             version_max: version::peer_protocol(),
             limits: TransportLimits {
                 strangers_max: usize::try_from(strangers_max)?,
                 ..TransportLimits::default()
             },
         },
-        peer_addr: cluster.dial_addr().to_string(),
+        peer_addr: cluster.dial_addr.to_string(),
         client_addr,
         formation,
-        witness: cluster.witness,
-        policy: Policy {
-            limits,
-            auto_release: cluster.auto_release,
-            orphan_ttl: span(cluster.orphan_ttl),
-        },
-        election_timeout: cluster.election_timeout,
-        heartbeat_interval: cluster.heartbeat_interval,
-        snapshot_entries: cluster.snapshot_entries,
+        witness: config.witness,
+        policy,
+        election_timeout: config.election_timeout,
+        heartbeat_interval: config.heartbeat_interval,
+        snapshot_entries: config.snapshot_entries,
     };
     let member = Replicated::start(options, Clock::system()).await;
     member.map_err(|why| anyhow!(why)).context("cannot take part in the cluster")
@@ -99,7 +93,7 @@ pub(crate) async fn start(
 /// accepted, so that
 /// the members can be told one after the other.
 pub(crate) fn credentials(
-    cluster: &ClusterConfig,
+    cluster: &ClusterConfig<'_>,
     given: [Option<&config::Secret>; 2],
 ) -> anyhow::Result<Credentials> {
     let mut secrets = Vec::new();
@@ -109,6 +103,6 @@ pub(crate) fn credentials(
             secrets.push(secret);
         }
     }
-    let tls = cluster.tls.as_ref().map(|tls| PeerTls::load(&tls.cert, &tls.key, &tls.ca));
+    let tls = cluster.tls.map(|tls| PeerTls::load(tls.cert, tls.key, tls.ca));
     Ok(Credentials { secrets, tls: tls.transpose()? })
 }

@@ -14,10 +14,11 @@ use dflockd_engine::TIMES_BUCKETS;
 use dflockd_engine::replica::admin::{AdminRequest, POLICY_CHANGED};
 use dflockd_engine::replica::dates::certificate_ends_at;
 use dflockd_engine::replica::offline::write_backup;
+use dflockd_engine::replica::policy::{POLICY_SETTINGS, PolicySetting, PolicyValue};
 use dflockd_engine::replica::types::{AutoRelease, Bits128, Policy};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -53,8 +54,8 @@ pub(crate) enum Wish {
     SetPolicy(Settings),
 }
 
-/// Settings of the policy by the names of their flags, times in seconds.
-pub(crate) type Settings = Vec<(String, Value)>;
+/// Settings of the policy and what they are to be.
+pub(crate) type Settings = Vec<(&'static PolicySetting, PolicyValue)>;
 
 /// What came of a wish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,9 +207,7 @@ async fn change_policy(member: &Replicated, settings: &Settings) -> Result<(), S
     loop {
         let from = known_policy(member)?;
         let mut to = from.clone();
-        for (name, value) in settings {
-            set(&mut to, name, value)?;
-        }
+        apply(settings, &mut to)?;
         check_whole(&to)?;
         if !from.limits.follows(2) && to.limits.v2() != from.limits.v2() {
             return Err(
@@ -243,7 +242,7 @@ struct Wanted {
     client_addr: Option<String>,
     witness: bool,
     undo: bool,
-    set: Option<serde_json::Map<String, Value>>,
+    set: Option<Map<String, Value>>,
     offset: Option<usize>,
     reason: Option<String>,
 }
@@ -323,9 +322,7 @@ impl Wanted {
             "drain" => AdminRequest::Drain { on: !self.undo },
             "snapshot" => AdminRequest::Snapshot,
             "policy" => {
-                let settings = self.set.iter().flatten();
-                let settings =
-                    settings.map(|(name, value)| (name.clone(), value.clone())).collect();
+                let settings = settings_of(self.set.as_ref().unwrap_or(&Map::new()))?;
                 check_settings(&settings)?;
                 return Ok(Wish::SetPolicy(settings));
             }
@@ -409,110 +406,58 @@ pub(crate) fn cluster_id(cluster: &Bits128) -> String {
 
 // ---- The policy ----
 
-/// Whole seconds, as the flags have them.
-pub(crate) fn seconds(span: Span) -> u64 {
-    span.0 / 1_000_000_000
+/// The settings by the names of their flags; times in seconds, as there.
+fn shown(policy: &Policy) -> Value {
+    let settings = POLICY_SETTINGS.iter();
+    settings.map(|setting| (setting.name.to_owned(), json_of(setting.get(policy)))).collect()
 }
 
-/// The policy by its name.
-pub(crate) fn release_name(policy: AutoRelease) -> &'static str {
-    match policy {
-        AutoRelease::Any => "any",
-        AutoRelease::Clean => "clean",
-        AutoRelease::Lease => "lease",
+fn json_of(value: PolicyValue) -> Value {
+    match value {
+        PolicyValue::Number(number) => number.into(),
+        PolicyValue::Truth(truth) => truth.into(),
+        PolicyValue::Release(release) => release.word().into(),
     }
 }
 
-/// The settings by the names of their flags; times in seconds, as there.
-fn shown(policy: &Policy) -> Value {
-    let limits = &policy.limits;
-    json!({
-        "max-locks": limits.locks_max,
-        "max-keys": limits.keys_max,
-        "max-list-length": limits.list_length_max,
-        "max-waiters": limits.waiters_max,
-        "max-subscriptions": limits.subscriptions_max,
-        "max-subscription-bytes": limits.subscription_bytes_max,
-        "max-subscriptions-total": limits.subscriptions_total_max,
-        "max-subscription-bytes-total": limits.subscription_bytes_total_max,
-        "max-holds-per-session": limits.holds_per_session_max,
-        "max-waits-per-session": limits.waits_per_session_max,
-        "max-sessions": limits.sessions_max,
-        "max-lease-ttl": seconds(limits.lease_max),
-        "max-value-bytes": limits.value_bytes_max,
-        "default-lease-ttl": seconds(limits.default_lease),
-        "gc-max-idle": seconds(limits.idle_max),
-        "gc-interval": seconds(limits.gc_interval),
-        "shared-key-namespace": limits.shared_namespace,
-        "kv-idle-gc": limits.kv_idle_gc,
-        "failover-grace": seconds(limits.failover_grace),
-        "auto-release": release_name(policy.auto_release),
-        "orphan-ttl": seconds(policy.orphan_ttl),
-    })
+/// Settings in JSON. An error says which of them can not be, and what it can be.
+fn settings_of(set: &Map<String, Value>) -> Result<Settings, String> {
+    let settings = set.iter().map(|(name, value)| {
+        let setting = PolicySetting::named(name);
+        let setting = setting.ok_or_else(|| format!("the policy has no setting {name}"))?;
+        let known = match value {
+            Value::Number(number) => number.as_u64().map(PolicyValue::Number),
+            Value::Bool(truth) => Some(PolicyValue::Truth(*truth)),
+            Value::String(word) => {
+                let release = AutoRelease::ALL.into_iter().find(|release| release.word() == word);
+                release.map(PolicyValue::Release)
+            }
+            Value::Null | Value::Array(_) | Value::Object(_) => None,
+        };
+        Ok((setting, known.ok_or_else(|| setting.expected())?))
+    });
+    settings.collect()
 }
 
 /// Whether settings can be what they are to be.
 pub(crate) fn check_settings(settings: &Settings) -> Result<(), String> {
-    let limits = Limits::default();
-    let mut any = Policy { limits, auto_release: AutoRelease::Any, orphan_ttl: Span::ZERO };
-    settings.iter().try_for_each(|(name, value)| set(&mut any, name, value))
+    apply(settings, &mut Policy::default())
+}
+
+fn apply(settings: &Settings, policy: &mut Policy) -> Result<(), String> {
+    settings.iter().try_for_each(|(setting, value)| setting.set(policy, *value))
 }
 
 /// Whether the settings of a policy go together.
 fn check_whole(policy: &Policy) -> Result<(), String> {
     let Limits { default_lease, lease_max, .. } = policy.limits;
+    let seconds = |span: Span| span.0 / Span::from_secs(1).0;
     if lease_max > Span::ZERO && default_lease > lease_max {
         return Err(format!(
             "default-lease-ttl ({}) is above max-lease-ttl ({})",
             seconds(default_lease),
             seconds(lease_max)
         ));
-    }
-    Ok(())
-}
-
-fn set(policy: &mut Policy, name: &str, value: &Value) -> Result<(), String> {
-    /// The longest time in seconds.
-    const TIME_MAX: u64 = 9_223_372_036;
-    let number = |range: std::ops::RangeInclusive<u64>| {
-        let number = value.as_u64().filter(|number| range.contains(number));
-        let (least, most) = (range.start(), range.end());
-        number.ok_or_else(|| format!("{name} is a number from {least} to {most}"))
-    };
-    let time = |range| number(range).map(Span::from_secs);
-    let truth = || value.as_bool().ok_or_else(|| format!("{name} is true or false"));
-    let limits = &mut policy.limits;
-    match name {
-        "max-locks" => limits.locks_max = number(1..=u64::MAX)?,
-        "max-keys" => limits.keys_max = number(0..=u64::MAX)?,
-        "max-list-length" => limits.list_length_max = number(0..=u64::MAX)?,
-        "max-waiters" => limits.waiters_max = number(0..=u64::MAX)?,
-        "max-subscriptions" => limits.subscriptions_max = number(0..=u64::MAX)?,
-        "max-subscription-bytes" => limits.subscription_bytes_max = number(0..=u64::MAX)?,
-        "max-subscriptions-total" => limits.subscriptions_total_max = number(0..=u64::MAX)?,
-        "max-subscription-bytes-total" => {
-            limits.subscription_bytes_total_max = number(0..=u64::MAX)?;
-        }
-        "max-holds-per-session" => limits.holds_per_session_max = number(0..=u64::MAX)?,
-        "max-waits-per-session" => limits.waits_per_session_max = number(0..=u64::MAX)?,
-        "max-sessions" => limits.sessions_max = number(0..=u64::MAX)?,
-        "max-lease-ttl" => limits.lease_max = time(0..=TIME_MAX)?,
-        "max-value-bytes" => limits.value_bytes_max = number(1..=1_048_576)?,
-        "default-lease-ttl" => limits.default_lease = time(1..=TIME_MAX)?,
-        "gc-max-idle" => limits.idle_max = time(0..=TIME_MAX)?,
-        "gc-interval" => limits.gc_interval = time(1..=TIME_MAX)?,
-        "kv-idle-gc" => limits.kv_idle_gc = truth()?,
-        "failover-grace" => limits.failover_grace = time(0..=60)?,
-        "orphan-ttl" => policy.orphan_ttl = time(0..=TIME_MAX)?,
-        "auto-release" => {
-            let kinds = [AutoRelease::Any, AutoRelease::Clean, AutoRelease::Lease];
-            let kind = kinds.into_iter().find(|kind| value == release_name(*kind));
-            policy.auto_release = kind.ok_or("auto-release is any, clean or lease")?;
-        }
-        "shared-key-namespace" => {
-            return Err("the name spaces of a cluster stay what they were at its beginning".into());
-        }
-        _ => return Err(format!("the policy has no setting {name}")),
     }
     Ok(())
 }
@@ -636,40 +581,40 @@ fn open_files() -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn policy() -> Policy {
-        let limits = Limits::default();
-        Policy { limits, auto_release: AutoRelease::Clean, orphan_ttl: Span::ZERO }
-    }
-
     #[test]
     fn what_is_shown_can_be_set() {
-        let Value::Object(settings) = shown(&policy()) else { panic!("an object") };
-        for (name, value) in &settings {
-            let mut changed = policy();
-            let result = set(&mut changed, name, value);
-            assert_eq!(result.is_ok(), name != "shared-key-namespace", "{name}: {result:?}");
-            assert_eq!(changed, policy(), "{name}");
-        }
-        let mut changed = policy();
-        set(&mut changed, "max-locks", &json!(7)).expect("it is in range");
-        assert_eq!(policy().differences(&changed), ["max-locks"]);
+        let Value::Object(mut shown) = shown(&Policy::default()) else { panic!("an object") };
+        assert_eq!(shown.len(), POLICY_SETTINGS.len());
+        let settings = settings_of(&shown).expect("they have names and kinds");
+        assert!(check_settings(&settings).is_err(), "the name spaces stay what they are");
+        shown.remove("shared-key-namespace");
+        let mut policy = Policy::default();
+        apply(&settings_of(&shown).expect("as before"), &mut policy).expect("they are in range");
+        assert_eq!(policy, Policy::default());
     }
 
     #[test]
     fn wrong_settings_are_refused() {
         for (name, value) in [
             ("max-locks", json!(0)),
+            ("max-locks", json!(1.0)),
+            ("max-locks", json!(-1)),
             ("max-locks", json!("7")),
+            ("max-locks", json!("any")),
+            ("max-locks", json!(null)),
             ("max-value-bytes", json!(1_048_577)),
             ("failover-grace", json!(61)),
             ("auto-release", json!("never")),
+            ("auto-release", json!([])),
             ("kv-idle-gc", json!(1)),
-            ("max-dreams", json!(1)),
         ] {
-            let mut changed = policy();
-            assert!(set(&mut changed, name, &value).is_err(), "{name} {value}");
-            assert_eq!(changed, policy());
+            let set = Map::from_iter([(name.to_owned(), value)]);
+            let refused = settings_of(&set).and_then(|settings| check_settings(&settings));
+            let expected = PolicySetting::named(name).expect("it is one").expected();
+            assert_eq!(refused, Err(expected), "{set:?}");
         }
+        let unknown = settings_of(&Map::from_iter([("max-dreams".to_owned(), json!(1))]));
+        assert_eq!(unknown.map(|_| ()), Err("the policy has no setting max-dreams".to_owned()));
     }
 
     #[test]

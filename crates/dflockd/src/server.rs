@@ -95,7 +95,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let service = Arc::new(match config.replicated() {
         None => Service::new(&config, Clock::system(), background)?,
         Some(cluster) => {
-            let member = cluster::start(&config, cluster, address, descriptors.strangers).await?;
+            let member = cluster::start(&config, &cluster, address, descriptors.strangers).await?;
             Service::around(&config, Engine::Replicated(member), background)?
         }
     });
@@ -105,7 +105,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     service.metrics.set_connections_max(|door| connections.max(door));
 
     if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {
-        member.set_doors(cluster::doors(&config, cluster, http_address, grpc_address));
+        member.set_doors(cluster::doors(&config, &cluster, http_address, grpc_address));
     }
     service.engine.start()?;
     let http = http_socket.map(|socket| {
@@ -138,7 +138,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
     tokio::spawn(tidy(Arc::clone(&service)));
-    let secret = config.replicated().and_then(|cluster| cluster.secret.clone());
+    let secret = config.replicated().and_then(|cluster| cluster.secret.cloned());
     let peer_secret = Mutex::new(secret);
     Ok(Running {
         address,
@@ -249,7 +249,7 @@ impl Running {
             let reloaded = self.config.reload_raft_secret().map_err(anyhow::Error::from);
             let reloaded = reloaded.and_then(|secret| {
                 let secrets = [secret.as_ref(), current.as_ref()];
-                let credentials = cluster::credentials(cluster, secrets)?;
+                let credentials = cluster::credentials(&cluster, secrets)?;
                 member.reload(credentials).map_err(anyhow::Error::msg)?;
                 *current = secret;
                 Ok(())

@@ -6,10 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use dflockd_core::{Limits, SessionId, Shared, Span};
-use dflockd_engine::replica::types::AutoRelease;
+use dflockd_core::{SessionId, Shared, Span};
+use dflockd_engine::replica::types::{AutoRelease, Policy};
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
-use dflockd_wire::PATTERN_TOKENS_MAX;
 use parking_lot::Mutex;
 
 use crate::audit::Audit;
@@ -106,13 +105,13 @@ impl Service {
             let seconds = seconds(grant_delay);
             tracing::info!(seconds, "grants begin after the start-up delay");
         }
-        let mut limits = limits(config);
+        let Policy { mut limits, auto_release, .. } = config.policy();
         if config.http_address().is_some() || config.grpc_address().is_some() {
             limits.events_max = EVENTS_MAX;
         }
         let engine = Engine::Memory(Memory::new(Options {
             limits,
-            auto_release: config.disconnect_policy(),
+            auto_release,
             grant_delay,
             sweep_interval: config.lease_sweep_interval,
             shared,
@@ -128,15 +127,12 @@ impl Service {
         engine: Engine,
         background: impl Fn(Box<dyn FnOnce() + Send>) + Send + Sync + 'static,
     ) -> anyhow::Result<Self> {
-        let follower_mode =
-            config.replicated().map_or(FollowerMode::Auto, |cluster| cluster.follower_mode);
         let engine = Arc::new(engine);
         let background: Background = Arc::new(background);
-        let peer_tls = config.replicated().and_then(|cluster| cluster.tls.as_ref());
         let certificates = [
             ("clients", config.tls_cert.clone()),
-            ("peers", peer_tls.map(|tls| tls.cert.clone())),
-            ("authority of the peers", peer_tls.map(|tls| tls.ca.clone())),
+            ("peers", config.raft_tls_cert.clone()),
+            ("authority of the peers", config.raft_tls_ca.clone()),
         ];
         let certificates = certificates.into_iter().filter_map(|(what, file)| Some((what, file?)));
         Ok(Self {
@@ -157,7 +153,7 @@ impl Service {
             idle_timeout: some(config.idle_timeout),
             wire_fence: config.wire_fence,
             auto_release: config.disconnect_policy(),
-            follower_mode,
+            follower_mode: config.follower_mode,
             value_bytes_max: usize::try_from(config.max_value_bytes)?,
             pending_bytes_max: usize::try_from(config.max_pending_bytes)?,
             looks: Pool::new(LOOKS_MAX, &background),
@@ -225,33 +221,8 @@ fn bounded(lease: Span, lease_max: Span) -> Span {
     lease_max
 }
 
-pub(crate) fn limits(config: &Config) -> Limits {
-    Limits {
-        locks_max: config.max_locks,
-        keys_max: config.max_keys,
-        list_length_max: config.max_list_length,
-        waiters_max: config.max_waiters,
-        subscriptions_max: config.max_subscriptions,
-        subscription_bytes_max: config.max_subscription_bytes,
-        subscriptions_total_max: config.max_subscriptions_total,
-        subscription_bytes_total_max: config.max_subscription_bytes_total,
-        holds_per_session_max: config.max_holds_per_session,
-        waits_per_session_max: config.max_waits_per_session,
-        sessions_max: config.max_sessions,
-        lease_max: span(config.max_lease_ttl),
-        value_bytes_max: config.max_value_bytes,
-        default_lease: span(config.default_lease_ttl),
-        idle_max: span(config.gc_max_idle),
-        gc_interval: span(config.gc_interval),
-        shared_namespace: config.shared_key_namespace,
-        kv_idle_gc: config.kv_idle_gc,
-        pattern_tokens_max: PATTERN_TOKENS_MAX as u64,
-        ..Limits::default()
-    }
-}
-
 pub(crate) fn span(duration: Duration) -> Span {
-    Span(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+    duration.into()
 }
 
 pub(crate) fn seconds(span: Span) -> f64 {

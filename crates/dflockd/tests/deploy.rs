@@ -98,7 +98,7 @@ fn starts(mut settings: BTreeMap<String, String>, tokens: &Tokens) -> (String, V
     let parsed = Config::from_args(Vec::new(), &|name| settings.get(name).cloned());
     let Ok(Parsed::Run(config)) = parsed else { panic!("{settings:?} is refused") };
     let cluster = config.replicated().expect("it is a cluster");
-    (cluster.node.clone(), cluster.peers.iter().map(|peer| peer.node.clone()).collect())
+    (cluster.node.to_owned(), config.cluster_peers.iter().map(|peer| peer.node.clone()).collect())
 }
 
 #[test]

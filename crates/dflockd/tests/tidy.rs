@@ -11,6 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use dflockd_engine::replica::policy::POLICY_SETTINGS;
 use dflockd_wire::{ArgLimit, ERROR_CODES, OPS};
 
 const LINE_BYTES_MAX: usize = 120;
@@ -28,6 +29,16 @@ fn error_codes_in_the_protocol_document() {
 #[test]
 fn settings_in_the_operating_document() {
     check_table("docs/operating.md", "settings", &dflockd::config::markdown_table());
+}
+
+#[test]
+fn settings_of_the_policy_in_the_operating_document() {
+    let text = read(&root().join("docs/operating.md"));
+    let (_, list) = text.split_once("Limits and rules that decide (").unwrap();
+    let (list, _) = list.split_once(')').unwrap();
+    let named: BTreeSet<_> = quoted(list).collect();
+    let flags: BTreeSet<_> = POLICY_SETTINGS.iter().map(|s| format!("--{}", s.name)).collect();
+    assert!(named.iter().eq(&flags), "docs/operating.md names {named:?}, the policy has {flags:?}");
 }
 
 #[test]

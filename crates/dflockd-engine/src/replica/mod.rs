@@ -21,6 +21,7 @@ mod lead;
 pub mod log;
 pub mod machine;
 pub mod offline;
+pub mod policy;
 mod transfer;
 pub mod transport;
 pub mod types;

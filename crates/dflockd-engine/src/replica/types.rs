@@ -148,9 +148,10 @@ pub struct Member {
 }
 
 /// When a connection's locks are released (GUARANTEES R8).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AutoRelease {
     /// When it ends, however.
+    #[default]
     Any,
     /// When the client closes it in an orderly way.
     Clean,
@@ -160,8 +161,9 @@ pub enum AutoRelease {
 
 /// Everything `apply` decides by. The same on all members, whatever their flags say.
 ///
-/// Its bytes are those of version 1; [`WholePolicy`] has all of it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Its bytes are those of version 1; [`WholePolicy`] has all of it. What operators see and change of it stands in
+/// [`POLICY_SETTINGS`](super::policy::POLICY_SETTINGS).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
     /// Of the store.
     pub limits: Limits,
@@ -176,41 +178,6 @@ impl Policy {
     #[must_use]
     pub fn with_v2(self, v2: LimitsV2) -> Self {
         Self { limits: self.limits.with_v2(v2), ..self }
-    }
-
-    /// The settings in which two policies differ, by their flags.
-    #[must_use]
-    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
-        let (a, b) = (&self.limits, &other.limits);
-        // A cluster of version 1 has no such settings, whatever the flags say.
-        let (a2, b2) = if a.rules == b.rules { (a, b) } else { (a, a) };
-        let settings = [
-            ("max-locks", a.locks_max == b.locks_max),
-            ("max-keys", a.keys_max == b.keys_max),
-            ("max-list-length", a.list_length_max == b.list_length_max),
-            ("max-waiters", a.waiters_max == b.waiters_max),
-            ("max-subscriptions", a.subscriptions_max == b.subscriptions_max),
-            ("max-value-bytes", a.value_bytes_max == b.value_bytes_max),
-            ("default-lease-ttl", a.default_lease == b.default_lease),
-            ("gc-max-idle", a.idle_max == b.idle_max),
-            ("gc-interval", a.gc_interval == b.gc_interval),
-            ("shared-key-namespace", a.shared_namespace == b.shared_namespace),
-            ("kv-idle-gc", a.kv_idle_gc == b.kv_idle_gc),
-            ("failover-grace", a.failover_grace == b.failover_grace),
-            ("max-lease-ttl", a2.lease_max == b2.lease_max),
-            ("max-holds-per-session", a2.holds_per_session_max == b2.holds_per_session_max),
-            ("max-waits-per-session", a2.waits_per_session_max == b2.waits_per_session_max),
-            ("max-sessions", a2.sessions_max == b2.sessions_max),
-            ("max-subscription-bytes", a2.subscription_bytes_max == b2.subscription_bytes_max),
-            ("max-subscriptions-total", a2.subscriptions_total_max == b2.subscriptions_total_max),
-            (
-                "max-subscription-bytes-total",
-                a2.subscription_bytes_total_max == b2.subscription_bytes_total_max,
-            ),
-            ("auto-release", self.auto_release == other.auto_release),
-            ("orphan-ttl", self.orphan_ttl == other.orphan_ttl),
-        ];
-        settings.into_iter().filter(|(_, same)| !same).map(|(name, _)| name).collect()
     }
 }
 

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use dflockd_engine::policy_settings;
 use dflockd_engine::replica::admin::AdminRequest;
+use dflockd_engine::replica::policy::{PolicySetting, PolicyValue};
 use dflockd_engine::replica::types::{AutoRelease as Release, Policy as CorePolicy};
 use dflockd_engine::{Door, Replicated};
 use dflockd_wire::grpc::cluster_server::Cluster;
@@ -13,7 +15,6 @@ use dflockd_wire::grpc::{
     PolicyRequest, PolicyResponse, PromoteRequest, Reason, RemoveRequest, SetPolicyRequest,
     SnapshotRequest, SnapshotResponse, TransferRequest,
 };
-use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
@@ -268,102 +269,112 @@ fn check_address(text: &str) -> Result<(), Refused> {
     Err(Refused::bad_request("an address is host:port"))
 }
 
-fn shown(policy: &CorePolicy) -> Policy {
-    let limits = &policy.limits;
-    let auto_release = match policy.auto_release {
-        Release::Any => AutoRelease::Any,
-        Release::Clean => AutoRelease::Clean,
-        Release::Lease => AutoRelease::Lease,
+macro_rules! message {
+    ($($group:ident { $($at:ident = $name:literal, $version:literal, $valid:expr,
+        ($($flag:tt)+), $field:ident;)+ })+) => {
+        /// With every setting.
+        fn shown(policy: &CorePolicy) -> Policy {
+            Policy { $($($field: Field::told(setting($name).get(policy)),)+)+ }
+        }
+
+        /// The settings that a message has.
+        fn settings(policy: &Policy) -> Result<Settings, Refused> {
+            let mut settings = Settings::new();
+            $($(
+                if let Some(value) = policy.$field {
+                    settings.push((setting($name), value.value()?));
+                }
+            )+)+
+            if settings.is_empty() {
+                return Err(Refused::bad_request("at least one setting is required"));
+            }
+            operate::check_settings(&settings).map_err(Refused::bad_request)?;
+            Ok(settings)
+        }
     };
-    Policy {
-        max_locks: Some(limits.locks_max),
-        max_keys: Some(limits.keys_max),
-        max_list_length: Some(limits.list_length_max),
-        max_waiters: Some(limits.waiters_max),
-        max_subscriptions: Some(limits.subscriptions_max),
-        max_value_bytes: Some(limits.value_bytes_max),
-        default_lease_ttl_s: Some(operate::seconds(limits.default_lease)),
-        gc_max_idle_s: Some(operate::seconds(limits.idle_max)),
-        gc_interval_s: Some(operate::seconds(limits.gc_interval)),
-        shared_key_namespace: Some(limits.shared_namespace),
-        kv_idle_gc: Some(limits.kv_idle_gc),
-        failover_grace_s: Some(operate::seconds(limits.failover_grace)),
-        auto_release: Some(auto_release.into()),
-        orphan_ttl_s: Some(operate::seconds(policy.orphan_ttl)),
-        max_lease_ttl_s: Some(operate::seconds(limits.lease_max)),
-        max_holds_per_session: Some(limits.holds_per_session_max),
-        max_waits_per_session: Some(limits.waits_per_session_max),
-        max_sessions: Some(limits.sessions_max),
-        max_subscription_bytes: Some(limits.subscription_bytes_max),
-        max_subscriptions_total: Some(limits.subscriptions_total_max),
-        max_subscription_bytes_total: Some(limits.subscription_bytes_total_max),
+}
+
+policy_settings!(message);
+
+fn setting(name: &str) -> &'static PolicySetting {
+    PolicySetting::named(name).expect("the name is from the list")
+}
+
+/// A field of the message `Policy`.
+trait Field: Sized {
+    /// `None` if the setting is of another kind.
+    fn told(value: PolicyValue) -> Option<Self>;
+
+    fn value(self) -> Result<PolicyValue, Refused>;
+}
+
+impl Field for u64 {
+    fn told(value: PolicyValue) -> Option<Self> {
+        if let PolicyValue::Number(number) = value { Some(number) } else { None }
+    }
+
+    fn value(self) -> Result<PolicyValue, Refused> {
+        Ok(PolicyValue::Number(self))
     }
 }
 
-/// The settings that a policy has, by the names of their flags.
-fn settings(policy: &Policy) -> Result<Settings, Refused> {
-    let auto_release = match policy.auto_release.map(AutoRelease::try_from) {
-        None => None,
-        Some(Ok(AutoRelease::Any)) => Some(Release::Any),
-        Some(Ok(AutoRelease::Clean)) => Some(Release::Clean),
-        Some(Ok(AutoRelease::Lease)) => Some(Release::Lease),
-        Some(Ok(AutoRelease::Unspecified) | Err(_)) => {
-            return Err(Refused::bad_request("an unknown policy of releases"));
-        }
-    };
-    let number = |value: Option<u64>| value.map(|value| json!(value));
-    let truth = |value: Option<bool>| value.map(Value::from);
-    let all = [
-        ("max-locks", number(policy.max_locks)),
-        ("max-keys", number(policy.max_keys)),
-        ("max-list-length", number(policy.max_list_length)),
-        ("max-waiters", number(policy.max_waiters)),
-        ("max-subscriptions", number(policy.max_subscriptions)),
-        ("max-value-bytes", number(policy.max_value_bytes)),
-        ("default-lease-ttl", number(policy.default_lease_ttl_s)),
-        ("gc-max-idle", number(policy.gc_max_idle_s)),
-        ("gc-interval", number(policy.gc_interval_s)),
-        ("shared-key-namespace", truth(policy.shared_key_namespace)),
-        ("kv-idle-gc", truth(policy.kv_idle_gc)),
-        ("failover-grace", number(policy.failover_grace_s)),
-        ("auto-release", auto_release.map(|it| json!(operate::release_name(it)))),
-        ("orphan-ttl", number(policy.orphan_ttl_s)),
-        ("max-lease-ttl", number(policy.max_lease_ttl_s)),
-        ("max-holds-per-session", number(policy.max_holds_per_session)),
-        ("max-waits-per-session", number(policy.max_waits_per_session)),
-        ("max-sessions", number(policy.max_sessions)),
-        ("max-subscription-bytes", number(policy.max_subscription_bytes)),
-        ("max-subscriptions-total", number(policy.max_subscriptions_total)),
-        ("max-subscription-bytes-total", number(policy.max_subscription_bytes_total)),
-    ];
-    let given = all.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-    let settings: Settings = given.collect();
-    if settings.is_empty() {
-        return Err(Refused::bad_request("at least one setting is required"));
+impl Field for bool {
+    fn told(value: PolicyValue) -> Option<Self> {
+        if let PolicyValue::Truth(truth) = value { Some(truth) } else { None }
     }
-    operate::check_settings(&settings).map_err(Refused::bad_request)?;
-    Ok(settings)
+
+    fn value(self) -> Result<PolicyValue, Refused> {
+        Ok(PolicyValue::Truth(self))
+    }
+}
+
+/// The number of an [`AutoRelease`].
+impl Field for i32 {
+    fn told(value: PolicyValue) -> Option<Self> {
+        let PolicyValue::Release(release) = value else { return None };
+        Some(Self::from(match release {
+            Release::Any => AutoRelease::Any,
+            Release::Clean => AutoRelease::Clean,
+            Release::Lease => AutoRelease::Lease,
+        }))
+    }
+
+    fn value(self) -> Result<PolicyValue, Refused> {
+        Ok(PolicyValue::Release(match AutoRelease::try_from(self) {
+            Ok(AutoRelease::Any) => Release::Any,
+            Ok(AutoRelease::Clean) => Release::Clean,
+            Ok(AutoRelease::Lease) => Release::Lease,
+            Ok(AutoRelease::Unspecified) | Err(_) => {
+                return Err(Refused::bad_request("an unknown policy of releases"));
+            }
+        }))
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::{Limits, Span};
+    use dflockd_core::Span;
+    use dflockd_engine::replica::policy::POLICY_SETTINGS;
 
     use super::*;
 
     /// Every setting is told, and can be given back under the name it has everywhere.
     #[test]
     fn what_is_shown_can_be_set() {
-        let limits = Limits::default();
-        let policy =
-            CorePolicy { limits, auto_release: Release::Clean, orphan_ttl: Span::from_secs(3) };
+        let policy = CorePolicy {
+            auto_release: Release::Clean,
+            orphan_ttl: Span::from_secs(3),
+            ..CorePolicy::default()
+        };
         let mut told = shown(&policy);
         assert!(settings(&told).is_err(), "the name spaces stay what they are");
         told.shared_key_namespace = None;
         let settings = settings(&told).expect("they are in range");
-        assert_eq!(settings.len(), 20);
-        assert!(settings.contains(&("orphan-ttl".to_owned(), json!(3))));
-        assert!(settings.contains(&("auto-release".to_owned(), json!("clean"))));
+        assert_eq!(settings.len(), POLICY_SETTINGS.len() - 1);
+        for (setting, value) in settings {
+            assert_eq!(setting.get(&policy), value, "{}", setting.name);
+        }
+        assert_eq!((told.orphan_ttl_s, told.auto_release()), (Some(3), AutoRelease::Clean));
     }
 
     #[test]
