@@ -223,12 +223,168 @@ pub enum Command<'a> {
     },
 }
 
+/// What is true of each command: its name in figures and listings, its key and its wait if it has one, when it is
+/// refused under load, whether a repeated request gets the first answer again, and whether the answer may give something
+/// away.
+///
+/// A row is `Name "name" Urgency Repeat [key(field)] [wait(field)] [gives(true)];` and becomes one arm in each method below, as
+///
+/// ```text
+/// Acquire "acquire" Grows Kept key(key) wait(wait) gives(true);
+///
+/// fn name(&self) -> &'static str { match self { Self::Acquire { .. } => "acquire", .. } }
+/// fn key(&self) -> Option<&'a [u8]> { if let Self::Acquire { key, .. } = self { return Some(key) } .. None }
+/// ```
+///
+/// A command without a row does not compile. Rows of `client` are counted, in this order, by [`CommandKind`].
+macro_rules! commands {
+    (
+        client { $($client:ident $client_name:literal $client_urgency:ident $client_repeat:ident
+            $(key($client_key:ident))? $(wait($client_wait:ident))? $(gives($client_gives:literal))?;)* }
+        engine { $($engine:ident $engine_name:literal $engine_urgency:ident;)* }
+    ) => {
+        /// A command that clients send, as it is counted.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[expect(missing_docs, reason = "the names say it")]
+        pub enum CommandKind {
+            $($client,)*
+        }
+
+        impl CommandKind {
+            /// All of them with their names for people, in the order of [`Tally::commands`](crate::Tally::commands).
+            pub const ALL: &'static [(Self, &'static str)] =
+                &[$((Self::$client, $client_name),)*];
+        }
+
+        impl<'a> Command<'a> {
+            /// What it is counted as, if a client sent it.
+            #[must_use]
+            pub fn kind(&self) -> Option<CommandKind> {
+                match self {
+                    $(Self::$client { .. } => Some(CommandKind::$client),)*
+                    $(Self::$engine { .. } => None,)*
+                }
+            }
+
+            /// Its name in figures and listings.
+            #[must_use]
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$client { .. } => $client_name,)*
+                    $(Self::$engine { .. } => $engine_name,)*
+                }
+            }
+
+            /// The one key that it is about.
+            #[must_use]
+            pub fn key(&self) -> Option<&'a [u8]> {
+                $($(if let Self::$client { $client_key, .. } = self {
+                    return Some($client_key);
+                })?)*
+                None
+            }
+
+            fn wait_mut(&mut self) -> Option<&mut Span> {
+                $($(if let Self::$client { $client_wait, .. } = self {
+                    return AsWait::as_wait($client_wait);
+                })?)*
+                None
+            }
+
+            /// Whether its answer may give something away: see [`Outcome::gives`].
+            #[must_use]
+            pub fn may_give(&self) -> bool {
+                match self {
+                    $(Self::$client { .. } => false $(|| $client_gives)?,)*
+                    $(Self::$engine { .. } => false,)*
+                }
+            }
+
+            /// When it is refused because there is too much to do.
+            #[must_use]
+            pub fn urgency(&self) -> Urgency {
+                match self {
+                    $(Self::$client { .. } => Urgency::$client_urgency,)*
+                    $(Self::$engine { .. } => Urgency::$engine_urgency,)*
+                }
+            }
+
+            /// Whether a repeated request gets the first answer again instead of being executed.
+            pub(crate) fn is_kept(&self) -> bool {
+                match self {
+                    $(Self::$client { .. } => Repeat::$client_repeat == Repeat::Kept,)*
+                    $(Self::$engine { .. } => false,)*
+                }
+            }
+        }
+    };
+}
+
+commands! {
+    client {
+        Acquire "acquire" Grows Kept key(key) wait(wait) gives(true);
+        Enqueue "enqueue" Grows Kept key(key) gives(true);
+        Wait "wait" Grows Kept key(key) wait(wait) gives(true);
+        Release "release" Keeps Kept key(key);
+        Renew "renew" Keeps Kept key(key);
+        ForceRelease "force_release" Keeps Kept key(key);
+        Add "counter_add" Grows Kept key(key);
+        CounterSet "counter_set" Grows Kept key(key);
+        KvSet "kv_set" Grows Kept key(key);
+        KvDelete "kv_delete" Plain Kept key(key);
+        KvCompareAndSet "kv_cas" Grows Kept key(key);
+        Push "list_push" Grows Kept key(key);
+        Pop "list_pop" Plain Kept key(key) wait(wait) gives(true);
+        BarrierWait "barrier_wait" Grows Kept key(key) wait(wait);
+        Signal "signal" Grows Kept;
+        Subscribe "subscribe" Grows Kept;
+        Unsubscribe "unsubscribe" Plain Kept;
+        RenewSession "renew_session" Keeps Anew;
+    }
+    engine {
+        Cancel "cancel" Follows;
+        Acknowledge "acknowledge" Plain;
+        Undo "undo" Follows;
+        Tick "tick" Follows;
+        NewTerm "new_term" Follows;
+        Detach "detach" Follows;
+        Attach "attach" Plain;
+        Orphan "orphan" Follows;
+        EndSession "end_session" Keeps;
+    }
+}
+
+/// What becomes of a request that is repeated.
+#[derive(PartialEq, Eq)]
+enum Repeat {
+    /// Its answer was kept.
+    Kept,
+    /// It is executed again, which does no harm.
+    Anew,
+}
+
+/// The field that says how long a command waits.
+trait AsWait {
+    fn as_wait(&mut self) -> Option<&mut Span>;
+}
+
+impl AsWait for Span {
+    fn as_wait(&mut self) -> Option<&mut Span> {
+        Some(self)
+    }
+}
+
+impl AsWait for Option<Span> {
+    fn as_wait(&mut self) -> Option<&mut Span> {
+        self.as_mut()
+    }
+}
+
 impl Command<'_> {
     /// How long the command may wait for its answer by its own will.
     #[must_use]
     pub fn wait(&self) -> Span {
-        let mut copy = self.clone();
-        copy.wait_mut().map_or(Span::ZERO, |wait| *wait)
+        self.clone().wait_mut().map_or(Span::ZERO, |wait| *wait)
     }
 
     /// Makes the wait shorter by the time that went by before the command was asked for.
@@ -237,37 +393,30 @@ impl Command<'_> {
             *wait = Span(wait.0.saturating_sub(by.0));
         }
     }
+}
 
-    fn wait_mut(&mut self) -> Option<&mut Span> {
+/// When a command is refused because there is too much to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Urgency {
+    /// The state may grow by it: refused first of all, and when the disk is nearly full.
+    Grows,
+    /// It changes what is there, or asks for something that can be asked for again.
+    Plain,
+    /// It gives something back or keeps it. There is room for it beyond the bound, or an overload would not end and
+    /// holders would lose what they have.
+    Keeps,
+    /// It follows from what was accepted before, as the end of a session does. Never refused.
+    Follows,
+}
+
+impl Urgency {
+    /// Whether an item is taken that finds so much before it.
+    #[must_use]
+    pub fn fits(self, before: usize, bound: usize) -> bool {
         match self {
-            Self::Acquire { wait, .. }
-            | Self::Wait { wait, .. }
-            | Self::BarrierWait { wait, .. }
-            | Self::Pop { wait: Some(wait), .. } => Some(wait),
-            Self::Pop { wait: None, .. }
-            | Self::Enqueue { .. }
-            | Self::Release { .. }
-            | Self::Renew { .. }
-            | Self::RenewSession { .. }
-            | Self::ForceRelease { .. }
-            | Self::Add { .. }
-            | Self::CounterSet { .. }
-            | Self::KvSet { .. }
-            | Self::KvDelete { .. }
-            | Self::KvCompareAndSet { .. }
-            | Self::Push { .. }
-            | Self::Signal { .. }
-            | Self::Subscribe(_)
-            | Self::Unsubscribe(_)
-            | Self::Cancel { .. }
-            | Self::Acknowledge { .. }
-            | Self::Undo(_)
-            | Self::Tick
-            | Self::NewTerm
-            | Self::Detach { .. }
-            | Self::Attach
-            | Self::Orphan { .. }
-            | Self::EndSession { .. } => None,
+            Self::Grows | Self::Plain => before <= bound,
+            Self::Keeps => before <= bound + bound / 4,
+            Self::Follows => true,
         }
     }
 }

@@ -110,54 +110,91 @@ pub enum Outcome {
     Part(Vec<Bytes>),
 }
 
-/// Why a command was refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Refusal {
+impl Outcome {
+    /// Whether it gives something away that is taken back if the answer can not be told.
+    #[must_use]
+    pub fn gives(&self) -> bool {
+        match self {
+            Self::Granted(_) | Self::Acquired(_) | Self::Popped { .. } => true,
+            Self::Done
+            | Self::Queued
+            | Self::Renewed { .. }
+            | Self::Timeout
+            | Self::Empty
+            | Self::Conflict
+            | Self::Number(_)
+            | Self::Value(_)
+            | Self::Written(_)
+            | Self::Items(_)
+            | Self::Part(_)
+            | Self::Compacted(_)
+            | Self::Entry { .. }
+            | Self::Refused(_) => false,
+        }
+    }
+}
+
+/// Makes [`Refusal`] and [`REFUSALS`]. The order of the rows is their number in snapshots.
+macro_rules! refusals {
+    ($($(#[$doc:meta])* $refusal:ident $name:literal,)*) => {
+        /// Why a command was refused.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum Refusal {
+            $($(#[$doc])* $refusal,)*
+        }
+
+        /// Every reason to refuse with its name in figures, in the order of
+        /// [`Tally::refusals`](crate::Tally::refusals).
+        pub const REFUSALS: &[(Refusal, &str)] = &[$((Refusal::$refusal, $name),)*];
+    };
+}
+
+refusals! {
     /// `Limits::locks_max`.
-    MaxLocks,
+    MaxLocks "max_locks",
     /// `Limits::waiters_max`.
-    MaxWaiters,
+    MaxWaiters "max_waiters",
     /// `Limits::keys_max`.
-    MaxKeys,
+    MaxKeys "max_keys",
     /// `Limits::list_length_max`.
-    ListFull,
+    ListFull "list_full",
     /// `Limits::value_bytes_max`.
-    ValueTooLarge,
+    ValueTooLarge "value_too_large",
     /// `Limits::subscriptions_max`.
-    MaxSubscriptions,
+    MaxSubscriptions "max_subscriptions",
     /// The semaphore exists with another limit.
-    LimitMismatch,
+    LimitMismatch "limit_mismatch",
     /// The key is a read-write lock, or is not.
-    TypeMismatch,
+    TypeMismatch "type_mismatch",
     /// The barrier exists with another count.
-    CountMismatch,
+    CountMismatch "barrier_count_mismatch",
     /// The session has enqueued for this key already.
-    AlreadyEnqueued,
+    AlreadyEnqueued "already_enqueued",
     /// The session has not enqueued for this key.
-    NotEnqueued,
+    NotEnqueued "not_enqueued",
     /// The session waits for this already.
-    AlreadyWaiting,
+    AlreadyWaiting "already_waiting",
     /// The lease of the hold ran out.
-    LeaseExpired,
+    LeaseExpired "lease_expired",
     /// No such hold.
-    NotHeld,
+    NotHeld "not_held",
     /// The counter would leave 64 bits.
-    Overflow,
+    Overflow "overflow",
     /// Malformed pattern, or a wildcard where none may be.
-    BadPattern,
+    BadPattern "bad_pattern",
     /// No fence can be had now.
-    NoFence,
+    NoFence "no_fence",
     /// The request was answered so long ago that the answer is no longer kept. It is not executed again, and what
     /// came of it the first time is not known.
-    Forgotten,
+    Forgotten "forgotten",
     /// Nobody could decide it in time, and nothing will come of it.
-    Unavailable,
+    Unavailable "unavailable",
     /// `Limits::holds_per_session_max`.
-    MaxHolds,
+    MaxHolds "max_holds",
     /// `Limits::waits_per_session_max`.
-    MaxWaits,
+    MaxWaits "max_waits",
     /// `Limits::sessions_max`.
-    MaxSessions,
+    MaxSessions "max_sessions",
 }
 
 /// A line for a subscriber.

@@ -40,9 +40,9 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
-pub use command::{Caller, Command, Expect, Query, Subscription};
+pub use command::{Caller, Command, CommandKind, Expect, Query, Subscription, Urgency};
 pub use effect::{
-    Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, Refusal,
+    Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, REFUSALS, Refusal,
 };
 pub use list::RANGE_BYTES_MAX;
 pub use pattern::{
@@ -53,7 +53,7 @@ pub use session::{Progress, Usage};
 pub use shared::Shared;
 pub use snapshot::SnapshotError;
 pub use store::{Idle, Store, Usages};
-pub use tally::{BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Tally};
+pub use tally::{BUCKETS, Counts, Histogram, Primitive, Tally};
 pub use types::{
     Bytes, End, Fence, Limits, LimitsV2, Mode, RequestId, Revision, SessionId, Space, Span,
     Timestamp, Token,

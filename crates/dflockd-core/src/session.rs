@@ -295,34 +295,8 @@ impl Store {
         command: &Command<'_>,
         effects: &mut Vec<Effect>,
     ) -> bool {
-        match command {
-            Command::Tick
-            | Command::NewTerm
-            | Command::RenewSession { .. }
-            | Command::Cancel { .. }
-            | Command::Acknowledge { .. }
-            | Command::Undo(_)
-            | Command::Detach { .. }
-            | Command::Attach
-            | Command::Orphan { .. }
-            | Command::EndSession { .. } => return false,
-            Command::Acquire { .. }
-            | Command::Enqueue { .. }
-            | Command::Wait { .. }
-            | Command::Release { .. }
-            | Command::Renew { .. }
-            | Command::ForceRelease { .. }
-            | Command::Add { .. }
-            | Command::CounterSet { .. }
-            | Command::KvSet { .. }
-            | Command::KvDelete { .. }
-            | Command::KvCompareAndSet { .. }
-            | Command::Push { .. }
-            | Command::Pop { .. }
-            | Command::BarrierWait { .. }
-            | Command::Signal { .. }
-            | Command::Subscribe(_)
-            | Command::Unsubscribe(_) => {}
+        if !command.is_kept() {
+            return false;
         }
         let Caller { session, request, .. } = caller;
         let owner = self.session(session);

@@ -8,8 +8,8 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::command::Command;
-use crate::effect::{Outcome, Refusal};
+use crate::command::{Command, CommandKind};
+use crate::effect::{Outcome, REFUSALS};
 use crate::lock::{Claim, EndOfHold, Lock};
 use crate::store::Store;
 use crate::subscription::Owned;
@@ -71,138 +71,6 @@ impl Primitive {
         }
     }
 }
-
-/// A command that clients send, as it is counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the names say it")]
-pub enum CommandKind {
-    Acquire,
-    Enqueue,
-    Wait,
-    Release,
-    Renew,
-    ForceRelease,
-    Add,
-    CounterSet,
-    KvSet,
-    KvDelete,
-    KvCompareAndSet,
-    Push,
-    Pop,
-    BarrierWait,
-    Signal,
-    Subscribe,
-    Unsubscribe,
-    RenewSession,
-}
-
-impl CommandKind {
-    /// All of them with their names for people, in the order of [`Tally::commands`].
-    pub const ALL: [(Self, &'static str); 18] = [
-        (Self::Acquire, "acquire"),
-        (Self::Enqueue, "enqueue"),
-        (Self::Wait, "wait"),
-        (Self::Release, "release"),
-        (Self::Renew, "renew"),
-        (Self::ForceRelease, "force_release"),
-        (Self::Add, "counter_add"),
-        (Self::CounterSet, "counter_set"),
-        (Self::KvSet, "kv_set"),
-        (Self::KvDelete, "kv_delete"),
-        (Self::KvCompareAndSet, "kv_cas"),
-        (Self::Push, "list_push"),
-        (Self::Pop, "list_pop"),
-        (Self::BarrierWait, "barrier_wait"),
-        (Self::Signal, "signal"),
-        (Self::Subscribe, "subscribe"),
-        (Self::Unsubscribe, "unsubscribe"),
-        (Self::RenewSession, "renew_session"),
-    ];
-
-    fn of(command: &Command<'_>) -> Option<Self> {
-        Some(match command {
-            Command::Acquire { .. } => Self::Acquire,
-            Command::Enqueue { .. } => Self::Enqueue,
-            Command::Wait { .. } => Self::Wait,
-            Command::Release { .. } => Self::Release,
-            Command::Renew { .. } => Self::Renew,
-            Command::ForceRelease { .. } => Self::ForceRelease,
-            Command::Add { .. } => Self::Add,
-            Command::CounterSet { .. } => Self::CounterSet,
-            Command::KvSet { .. } => Self::KvSet,
-            Command::KvDelete { .. } => Self::KvDelete,
-            Command::KvCompareAndSet { .. } => Self::KvCompareAndSet,
-            Command::Push { .. } => Self::Push,
-            Command::Pop { .. } => Self::Pop,
-            Command::BarrierWait { .. } => Self::BarrierWait,
-            Command::Signal { .. } => Self::Signal,
-            Command::Subscribe(_) => Self::Subscribe,
-            Command::Unsubscribe(_) => Self::Unsubscribe,
-            Command::RenewSession { .. } => Self::RenewSession,
-            Command::Tick
-            | Command::NewTerm
-            | Command::Cancel { .. }
-            | Command::Acknowledge { .. }
-            | Command::Undo(_)
-            | Command::Detach { .. }
-            | Command::Attach
-            | Command::Orphan { .. }
-            | Command::EndSession { .. } => return None,
-        })
-    }
-}
-
-/// Every reason to refuse with its name for people, in the order of [`Tally::refusals`].
-pub const REFUSALS: [(Refusal, &str); 22] = [
-    (Refusal::MaxLocks, "max_locks"),
-    (Refusal::MaxWaiters, "max_waiters"),
-    (Refusal::MaxKeys, "max_keys"),
-    (Refusal::ListFull, "list_full"),
-    (Refusal::ValueTooLarge, "value_too_large"),
-    (Refusal::MaxSubscriptions, "max_subscriptions"),
-    (Refusal::LimitMismatch, "limit_mismatch"),
-    (Refusal::TypeMismatch, "type_mismatch"),
-    (Refusal::CountMismatch, "barrier_count_mismatch"),
-    (Refusal::AlreadyEnqueued, "already_enqueued"),
-    (Refusal::NotEnqueued, "not_enqueued"),
-    (Refusal::AlreadyWaiting, "already_waiting"),
-    (Refusal::LeaseExpired, "lease_expired"),
-    (Refusal::NotHeld, "not_held"),
-    (Refusal::Overflow, "overflow"),
-    (Refusal::BadPattern, "bad_pattern"),
-    (Refusal::NoFence, "no_fence"),
-    (Refusal::Forgotten, "forgotten"),
-    (Refusal::Unavailable, "unavailable"),
-    (Refusal::MaxHolds, "max_holds"),
-    (Refusal::MaxWaits, "max_waits"),
-    (Refusal::MaxSessions, "max_sessions"),
-];
-
-/// Does not compile while a reason is new: it goes into the list above as well.
-const _: fn(Refusal) = |refusal| match refusal {
-    Refusal::MaxLocks
-    | Refusal::MaxWaiters
-    | Refusal::MaxKeys
-    | Refusal::ListFull
-    | Refusal::ValueTooLarge
-    | Refusal::MaxSubscriptions
-    | Refusal::LimitMismatch
-    | Refusal::TypeMismatch
-    | Refusal::CountMismatch
-    | Refusal::AlreadyEnqueued
-    | Refusal::NotEnqueued
-    | Refusal::AlreadyWaiting
-    | Refusal::LeaseExpired
-    | Refusal::NotHeld
-    | Refusal::Overflow
-    | Refusal::BadPattern
-    | Refusal::NoFence
-    | Refusal::Forgotten
-    | Refusal::Unavailable
-    | Refusal::MaxHolds
-    | Refusal::MaxWaits
-    | Refusal::MaxSessions => (),
-};
 
 /// Upper bounds of the buckets of a [`Histogram`], the bound included.
 pub const BUCKETS: [Span; 19] = [
@@ -367,7 +235,7 @@ impl Tally {
     }
 
     pub(crate) fn command(&mut self, command: &Command<'_>) {
-        if let Some(kind) = CommandKind::of(command)
+        if let Some(kind) = command.kind()
             && let Some(count) = self.commands.get_mut(kind as usize)
         {
             *count += 1;
@@ -620,7 +488,7 @@ mod tests {
         assert_eq!(counts.wait.sum, u128::from(Span::from_secs(1 + 11 + 11).0));
         assert_eq!(counts.hold.sum, u128::from(Span::from_secs(1 + 10).0));
         assert_eq!(tally.commands[CommandKind::Acquire as usize], 5);
-        assert_eq!(tally.refusals[Refusal::NotHeld as usize], 1);
+        assert_eq!(tally.refusals[crate::Refusal::NotHeld as usize], 1);
         assert_eq!((tally.lock_keys, tally.refusals.iter().sum::<u64>()), (1, 1));
     }
 
@@ -664,11 +532,11 @@ mod tests {
         for (index, primitive) in Primitive::ALL.into_iter().enumerate() {
             assert_eq!(primitive as usize, index);
         }
-        for (index, (kind, _)) in CommandKind::ALL.into_iter().enumerate() {
-            assert_eq!(kind as usize, index);
+        for (index, (kind, _)) in CommandKind::ALL.iter().enumerate() {
+            assert_eq!(*kind as usize, index);
         }
-        for (index, (refusal, _)) in REFUSALS.into_iter().enumerate() {
-            assert_eq!(refusal as usize, index);
+        for (index, (refusal, _)) in REFUSALS.iter().enumerate() {
+            assert_eq!(*refusal as usize, index);
         }
     }
 

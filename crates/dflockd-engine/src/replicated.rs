@@ -35,7 +35,7 @@ use crate::replica::log::Room;
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
 use crate::replica::types::{Action, Bits128, Doors, Item, Member, Policy, RaftId, Run};
-use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, is_given, urgency};
+use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
 use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
 
 use self::inputs::Head;
@@ -475,7 +475,7 @@ impl Replicated {
     }
 
     pub(crate) fn undo(&self, outcome: &Outcome) {
-        if is_given(outcome) {
+        if outcome.gives() {
             self.put_item(
                 SessionId(0),
                 0,

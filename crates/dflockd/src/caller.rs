@@ -135,7 +135,7 @@ impl Caller {
 
     /// Executes a command.
     pub(crate) async fn call(&self, command: Command<'_>) -> Result<Answer, Gone> {
-        let place = self.service.engine.place(key_of(&command));
+        let place = self.service.engine.place(command.key().unwrap_or_default());
         let id = self.next_request();
         let outcome = self.submit(id, false, command).await?;
         Ok(Answer { engine: Arc::clone(&self.service.engine), place, outcome: Some(outcome) })
@@ -308,7 +308,7 @@ impl Caller {
         keep: bool,
         command: Command<'_>,
     ) -> Result<Outcome, Gone> {
-        let pending = self.expect(id, keep, key_of(&command));
+        let pending = self.expect(id, keep, command.key().unwrap_or_default());
         let mut pokes = Pokes::new();
         let submitted = self.service.engine.submit(&self.me, id, keep, command, &mut pokes);
         pokes.run();
@@ -481,9 +481,7 @@ impl Answer {
 
     /// Whether something is given back if the answer is not told.
     pub(crate) fn gives(&self) -> bool {
-        self.outcome.as_ref().is_some_and(|outcome| {
-            matches!(outcome, Outcome::Granted(_) | Outcome::Acquired(_) | Outcome::Popped { .. })
-        })
+        self.outcome.as_ref().is_some_and(Outcome::gives)
     }
 }
 
@@ -497,19 +495,6 @@ impl Drop for Answer {
             pokes.run();
         }
     }
-}
-
-/// The key of a command whose answer gives something away.
-fn key_of<'a>(command: &Command<'a>) -> &'a [u8] {
-    if let Command::Acquire { key, .. }
-    | Command::Enqueue { key, .. }
-    | Command::Wait { key, .. }
-    | Command::Pop { key, .. }
-    | Command::BarrierWait { key, .. } = command
-    {
-        return key;
-    }
-    b""
 }
 
 thread_local! {

@@ -863,7 +863,8 @@ impl Connection {
                 } else {
                     self.set_time_to_decide(&mut command);
                 }
-                let place = undoable(&command).map(|key| self.service.engine.place(key));
+                let given = command.key().filter(|_| command.may_give());
+                let place = given.map(|key| self.service.engine.place(key));
                 let keep = self.kept && self.numbered;
                 let submitted = self.service.engine.submit(&self.me, id, keep, command, pokes);
                 self.audit(request, &submitted);
@@ -1282,27 +1283,10 @@ impl Connection {
         let mut items = Vec::new();
         let response = translate::respond(op, &outcome, self.wishes, &mut items);
         response.print(self.unit, number, &mut self.output);
-        let lost_if_unwritten = match &outcome {
-            Outcome::Popped { .. } => true,
-            // Otherwise the end of the session releases it.
-            Outcome::Granted(_) | Outcome::Acquired(_) => {
-                self.service.auto_release != AutoRelease::Any && !self.kept
-            }
-            Outcome::Done
-            | Outcome::Queued
-            | Outcome::Renewed { .. }
-            | Outcome::Timeout
-            | Outcome::Empty
-            | Outcome::Conflict
-            | Outcome::Number(_)
-            | Outcome::Value(_)
-            | Outcome::Written(_)
-            | Outcome::Items(_)
-            | Outcome::Part(_)
-            | Outcome::Compacted(_)
-            | Outcome::Entry { .. }
-            | Outcome::Refused(_) => false,
-        };
+        // A hold of a session that ends with its connection is released then.
+        let stays = || self.service.auto_release != AutoRelease::Any && !self.kept;
+        let is_item = matches!(outcome, Outcome::Popped { .. });
+        let lost_if_unwritten = outcome.gives() && (is_item || stays());
         if lost_if_unwritten && let Some(place) = place {
             self.unwritten.push_back((self.output.len(), place, outcome));
         }
@@ -1459,18 +1443,6 @@ fn known(submitted: &Submitted) -> Option<bool> {
         Submitted::Done(outcome) => Some(*outcome == Outcome::Done),
         Submitted::Later(_) | Submitted::Gone => None,
     }
-}
-
-/// The key of a command whose answer gives something away.
-fn undoable<'a>(command: &Command<'a>) -> Option<&'a [u8]> {
-    if let Command::Acquire { key, .. }
-    | Command::Enqueue { key, .. }
-    | Command::Wait { key, .. }
-    | Command::Pop { key, .. } = command
-    {
-        return Some(key);
-    }
-    None
 }
 
 fn parse_secret(digits: &str) -> Option<SessionSecret> {

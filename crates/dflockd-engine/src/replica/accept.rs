@@ -145,7 +145,7 @@ impl Replica {
 
     /// Gives back what nobody was told of.
     pub(super) fn take_back(&mut self, session: SessionId, outcome: Outcome) {
-        if is_given(&outcome) {
+        if outcome.gives() {
             let action = Action::Undo(outcome);
             let request = RequestId(0);
             self.push_item(&Item { session, epoch: 0, request, keep: false, action });

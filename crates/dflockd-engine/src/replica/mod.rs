@@ -33,6 +33,7 @@ use bytes::Bytes;
 use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
     Command, Effect, Outcome, Progress, Query, Refusal, RequestId, SessionId, Span, Timestamp,
+    Urgency,
 };
 use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
 use ring::digest;
@@ -1308,120 +1309,15 @@ fn is_alone(consensus: &Consensus, id: RaftId) -> bool {
     consensus.conf_state().voters == [id]
 }
 
-/// Whether the answer gave something away that can be taken back.
-pub(crate) fn is_given(outcome: &Outcome) -> bool {
-    matches!(outcome, Outcome::Granted(_) | Outcome::Acquired(_) | Outcome::Popped { .. })
-}
-
-/// When an item is refused because there is too much to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Urgency {
-    /// The state may grow by it: refused first of all, and when the disk is nearly full.
-    Grows,
-    /// It changes what is there, or asks for something that can be asked for again.
-    Plain,
-    /// It gives something back or keeps it. There is room for it beyond the bound, or an overload would not end and
-    /// holders would lose what they have.
-    Keeps,
-    /// It follows from what was accepted before, as the end of a session does. Never refused.
-    Follows,
-}
-
-impl Urgency {
-    /// Whether an item is taken that finds so much before it.
-    #[must_use]
-    pub fn fits(self, before: usize, bound: usize) -> bool {
-        match self {
-            Self::Grows | Self::Plain => before <= bound,
-            Self::Keeps => before <= bound + bound / 4,
-            Self::Follows => true,
-        }
-    }
-}
-
 /// When an item is refused because there is too much to do.
 pub(crate) fn urgency(action: &Action<'_>) -> Urgency {
-    if grows(action) {
-        return Urgency::Grows;
-    }
     match action {
-        Action::Command(command) => match command {
-            Command::Release { .. }
-            | Command::Renew { .. }
-            | Command::RenewSession { .. }
-            | Command::ForceRelease { .. }
-            | Command::EndSession { .. } => Urgency::Keeps,
-            Command::Cancel { .. }
-            | Command::Undo(_)
-            | Command::Tick
-            | Command::NewTerm
-            | Command::Detach { .. }
-            | Command::Orphan { .. } => Urgency::Follows,
-            Command::Acquire { .. }
-            | Command::Enqueue { .. }
-            | Command::Wait { .. }
-            | Command::Add { .. }
-            | Command::CounterSet { .. }
-            | Command::KvSet { .. }
-            | Command::KvCompareAndSet { .. }
-            | Command::KvDelete { .. }
-            | Command::Push { .. }
-            | Command::Pop { .. }
-            | Command::BarrierWait { .. }
-            | Command::Signal { .. }
-            | Command::Subscribe(_)
-            | Command::Unsubscribe(_)
-            | Command::Acknowledge { .. }
-            | Command::Attach => Urgency::Plain,
-        },
+        Action::Command(command) => command.urgency(),
+        Action::Keep { .. } => Urgency::Grows,
         Action::Kick { .. } | Action::End { .. } => Urgency::Keeps,
-        Action::Keep { .. } | Action::Attach { .. } | Action::Barrier => Urgency::Plain,
+        Action::Attach { .. } | Action::Barrier => Urgency::Plain,
         Action::Start(_) | Action::Undo(_) | Action::Close { .. } | Action::Doors(_) => {
             Urgency::Follows
         }
-    }
-}
-
-/// Whether the state may grow by it: refused when the disk is nearly full.
-fn grows(action: &Action<'_>) -> bool {
-    match action {
-        Action::Command(command) => match command {
-            Command::Acquire { .. }
-            | Command::Enqueue { .. }
-            | Command::Wait { .. }
-            | Command::Add { .. }
-            | Command::CounterSet { .. }
-            | Command::KvSet { .. }
-            | Command::KvCompareAndSet { .. }
-            | Command::Push { .. }
-            | Command::BarrierWait { .. }
-            | Command::Signal { .. }
-            | Command::Subscribe(_) => true,
-            Command::Release { .. }
-            | Command::Renew { .. }
-            | Command::RenewSession { .. }
-            | Command::ForceRelease { .. }
-            | Command::KvDelete { .. }
-            | Command::Pop { .. }
-            | Command::Unsubscribe(_)
-            | Command::Cancel { .. }
-            | Command::Acknowledge { .. }
-            | Command::Undo(_)
-            | Command::Tick
-            | Command::NewTerm
-            | Command::Detach { .. }
-            | Command::Attach
-            | Command::Orphan { .. }
-            | Command::EndSession { .. } => false,
-        },
-        Action::Keep { .. } => true,
-        Action::Start(_)
-        | Action::Undo(_)
-        | Action::Attach { .. }
-        | Action::Close { .. }
-        | Action::Kick { .. }
-        | Action::End { .. }
-        | Action::Barrier
-        | Action::Doors(_) => false,
     }
 }

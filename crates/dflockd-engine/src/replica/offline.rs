@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use dflockd_core::{Command, SessionId, Span};
+use dflockd_core::{SessionId, Span};
 use raft::eraftpb::{ConfState, SnapshotMetadata};
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
@@ -385,47 +385,15 @@ fn order_name(order: &super::types::Order) -> String {
 fn action_name(action: &Action<'_>) -> &'static str {
     match action {
         Action::Start(_) => "start",
-        Action::Command(command) => command_name(command),
+        Action::Command(command) => command.name(),
         Action::Undo(_) => "undo",
         Action::Keep { .. } => "keep",
         Action::Attach { .. } => "attach",
         Action::Close { .. } => "close",
-        Action::Kick { .. } => "end-session",
+        Action::Kick { .. } => "end_session",
         Action::End { .. } => "end",
         Action::Barrier => "barrier",
         Action::Doors(_) => "doors",
-    }
-}
-
-fn command_name(command: &Command<'_>) -> &'static str {
-    match command {
-        Command::Acquire { .. } => "acquire",
-        Command::Enqueue { .. } => "enqueue",
-        Command::Wait { .. } => "wait",
-        Command::Release { .. } => "release",
-        Command::Renew { .. } => "renew",
-        Command::RenewSession { .. } => "renew-session",
-        Command::ForceRelease { .. } => "force-release",
-        Command::Add { .. } => "counter-add",
-        Command::CounterSet { .. } => "counter-set",
-        Command::KvSet { .. } => "kv-set",
-        Command::KvDelete { .. } => "kv-delete",
-        Command::KvCompareAndSet { .. } => "kv-cas",
-        Command::Push { .. } => "list-push",
-        Command::Pop { .. } => "list-pop",
-        Command::BarrierWait { .. } => "barrier-wait",
-        Command::Signal { .. } => "signal",
-        Command::Subscribe(_) => "subscribe",
-        Command::Unsubscribe(_) => "unsubscribe",
-        Command::Cancel { .. } => "cancel",
-        Command::Acknowledge { .. } => "acknowledge",
-        Command::Undo(_) => "undo",
-        Command::Tick => "tick",
-        Command::NewTerm => "new-term",
-        Command::Detach { .. } => "detach",
-        Command::Attach => "attach",
-        Command::Orphan { .. } => "orphan",
-        Command::EndSession { .. } => "end-session",
     }
 }
 

@@ -8,11 +8,11 @@
 use std::vec::Drain;
 
 use bytes::Bytes;
-use dflockd_core::{RequestId, SessionId, Span};
+use dflockd_core::{RequestId, SessionId, Span, Urgency};
 
 use crate::replica::admin::AdminRequest;
 use crate::replica::types::{Item, RaftId};
-use crate::replica::{MadeSnapshot, OwnedQuery, Urgency, codec};
+use crate::replica::{MadeSnapshot, OwnedQuery, codec};
 
 /// Items of clients that wait, and how many bytes they have.
 pub(super) const ITEMS_MAX: usize = 128 << 10;
