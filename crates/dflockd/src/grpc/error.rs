@@ -74,7 +74,7 @@ impl Refused {
     }
 
     pub(crate) fn not_held() -> Self {
-        Self::new(Code::NotFound, Reason::NotHeld, "not held")
+        Self::by_core(Refusal::NotHeld)
     }
 
     pub(crate) fn not_found(message: &'static str) -> Self {
@@ -82,8 +82,7 @@ impl Refused {
     }
 
     pub(crate) fn max_sessions() -> Self {
-        let text = "as many sessions as may be";
-        Self::new(Code::ResourceExhausted, Reason::MaxSessions, text).again()
+        Self::by_core(Refusal::MaxSessions)
     }
 
     pub(crate) fn draining() -> Self {
@@ -92,12 +91,12 @@ impl Refused {
 
     /// Nobody can say or decide it now; nothing has been done.
     pub(crate) fn unavailable() -> Self {
-        Self::new(Code::Unavailable, Reason::Unavailable, "nobody can decide it now").again()
+        Self::new(Code::Unavailable, Reason::Unavailable, Refusal::Unavailable.text()).again()
     }
 
     /// Nobody knows what came of it.
     pub(crate) fn unknown() -> Self {
-        let text = "the request may have had its effect";
+        let text = Refusal::Forgotten.text();
         Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again().perhaps()
     }
 
@@ -108,7 +107,7 @@ impl Refused {
 
     /// Somebody else must be asked, at these addresses if they are known.
     pub(crate) fn not_leader(line: Option<&str>, grpc: Option<&str>) -> Self {
-        let text = "this member does not do it";
+        let text = "not the leader";
         let mut refused = Self::new(Code::Unavailable, Reason::NotLeader, text);
         refused.info.leader = line.unwrap_or_default().to_owned();
         refused.info.leader_grpc = grpc.unwrap_or_default().to_owned();
@@ -116,7 +115,7 @@ impl Refused {
     }
 
     pub(crate) fn internal() -> Self {
-        Self::new(Code::Internal, Reason::Internal, "a defect of the server")
+        Self::new(Code::Internal, Reason::Internal, "internal error")
     }
 
     /// Changes up to a revision can not be told.
@@ -144,42 +143,32 @@ impl Refused {
     pub(crate) fn by_core(refusal: Refusal) -> Self {
         let full = Code::ResourceExhausted;
         let state = Code::FailedPrecondition;
-        let (code, reason, text) = match refusal {
-            Refusal::MaxLocks => (full, Reason::MaxLocks, "as many locks as may be"),
-            Refusal::MaxWaiters => (full, Reason::MaxWaiters, "as many waiters as may be"),
-            Refusal::MaxHolds => (full, Reason::MaxHolds, "as many holds as a session may have"),
-            Refusal::MaxWaits => (full, Reason::MaxWaits, "as many waits as a session may have"),
-            Refusal::MaxSessions => (full, Reason::MaxSessions, "as many sessions as may be"),
-            Refusal::MaxKeys => (full, Reason::MaxKeys, "as many values as may be"),
-            Refusal::ListFull => (full, Reason::ListFull, "the list is full"),
-            Refusal::MaxSubscriptions => {
-                (full, Reason::MaxSubscriptions, "as many subscriptions as may be")
+        let (code, reason) = match refusal {
+            Refusal::MaxLocks => (full, Reason::MaxLocks),
+            Refusal::MaxWaiters => (full, Reason::MaxWaiters),
+            Refusal::MaxHolds => (full, Reason::MaxHolds),
+            Refusal::MaxWaits => (full, Reason::MaxWaits),
+            Refusal::MaxSessions => (full, Reason::MaxSessions),
+            Refusal::MaxKeys => (full, Reason::MaxKeys),
+            Refusal::ListFull => (full, Reason::ListFull),
+            Refusal::MaxSubscriptions => (full, Reason::MaxSubscriptions),
+            Refusal::ValueTooLarge | Refusal::BadPattern => {
+                (Code::InvalidArgument, Reason::BadRequest)
             }
-            Refusal::ValueTooLarge => return Self::bad_request("the value is too large"),
-            Refusal::BadPattern => {
-                let text = "malformed pattern or channel, or a pattern of more than 16 tokens";
-                return Self::bad_request(text);
-            }
-            Refusal::LimitMismatch => {
-                (state, Reason::LimitMismatch, "the semaphore has another limit")
-            }
-            Refusal::TypeMismatch => {
-                (state, Reason::TypeMismatch, "the key is a lock of another kind")
-            }
-            Refusal::CountMismatch => {
-                (state, Reason::BarrierCountMismatch, "the barrier has another count")
-            }
-            Refusal::AlreadyEnqueued => (state, Reason::AlreadyEnqueued, "already enqueued"),
-            Refusal::NotEnqueued => (state, Reason::NotEnqueued, "not enqueued"),
-            Refusal::AlreadyWaiting => (state, Reason::AlreadyWaiting, "already waiting"),
-            Refusal::LeaseExpired => (Code::NotFound, Reason::LeaseExpired, "the lease has ended"),
-            Refusal::NotHeld => return Self::not_held(),
-            Refusal::Overflow => (Code::OutOfRange, Reason::Overflow, "the counter has no room"),
-            Refusal::NoFence => (Code::Unavailable, Reason::NoFence, "no fence can be had"),
+            Refusal::LimitMismatch => (state, Reason::LimitMismatch),
+            Refusal::TypeMismatch => (state, Reason::TypeMismatch),
+            Refusal::CountMismatch => (state, Reason::BarrierCountMismatch),
+            Refusal::AlreadyEnqueued => (state, Reason::AlreadyEnqueued),
+            Refusal::NotEnqueued => (state, Reason::NotEnqueued),
+            Refusal::AlreadyWaiting => (state, Reason::AlreadyWaiting),
+            Refusal::LeaseExpired => (Code::NotFound, Reason::LeaseExpired),
+            Refusal::NotHeld => (Code::NotFound, Reason::NotHeld),
+            Refusal::Overflow => (Code::OutOfRange, Reason::Overflow),
+            Refusal::NoFence => (Code::Unavailable, Reason::NoFence),
             Refusal::Forgotten => return Self::unknown(),
             Refusal::Unavailable => return Self::unavailable(),
         };
-        let refused = Self::new(code, reason, text);
+        let refused = Self::new(code, reason, refusal.text());
         if code == full || refusal == Refusal::NoFence { refused.again() } else { refused }
     }
 

@@ -160,7 +160,7 @@ impl Locks for Api {
         };
         let described = self.0.show(&budget, described).await?;
         if *described.get_ref() == DescribeResponse::default() {
-            return Err(Refused::not_found("the key is nothing").into());
+            return Err(Refused::not_found("no such key").into());
         }
         Ok(described)
     }

@@ -147,7 +147,7 @@ impl ApiError {
     /// Nobody can say or decide it now; nothing has been done.
     pub(crate) fn unavailable() -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable")
-            .because("no member could decide; nothing was done")
+            .because(Refusal::Unavailable.text())
             .with_header(RETRY_AFTER, HeaderValue::from_static("1"))
     }
 
@@ -198,7 +198,7 @@ impl ApiError {
             }
             Refusal::Forgotten => {
                 let unknown = Self::new(unavailable, "unknown");
-                return unknown.because("the request may have had its effect");
+                return unknown.because(refusal.text());
             }
             Refusal::Unavailable => return Self::unavailable(),
         };
