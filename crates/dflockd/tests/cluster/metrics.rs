@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::{Cluster, Turn, eventually};
 use serde_json::json;
 
-use super::harness::{ANSWER, Cluster, NAMES, Turn, eventually, free_addresses};
 use super::operate::{ADMIN, operate};
 
 struct Site {
@@ -18,14 +20,9 @@ struct Site {
 impl Site {
     fn start() -> Self {
         let flags = [&ADMIN[..], &["--election-timeout-ms", "500"]].concat();
-        let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, |peers| peers.to_vec());
-        let host: Ipv4Addr = cluster.nodes[0].client.ip().to_string().parse().unwrap();
-        let http = free_addresses(host, 3);
-        for (node, address) in cluster.nodes.iter_mut().zip(&http) {
-            node.flags.extend(["--http-port".to_owned(), address.port().to_string()]);
-            node.start();
-        }
-        cluster.wait_until_ready();
+        let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
+        let http = cluster.add_door("--http-port");
+        cluster.start_all();
         Self { cluster, http }
     }
 

@@ -14,12 +14,12 @@ use dflockd_wire::{
 };
 use parking_lot::{Condvar, Mutex};
 
-use super::transcript::player::Player;
-use super::transcript::script::{Action, Deed, Names, Section, Way, expand};
-use super::transcript::scripts::{
+use super::list::{
     Difference, NOT_REPLICATED, SCRIPTS, check_differences, differs, play_all, sections,
 };
-use super::transcript::{Received, Server};
+use super::player::Player;
+use super::steps::{Action, Deed, Names, Section, Way, expand};
+use super::{Received, Server};
 
 /// How long an expected line may take, beside the time that the script lets pass.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -79,7 +79,7 @@ fn is_of_lines(op: Op) -> bool {
 }
 
 /// A server that is talked to in another way than by lines. Connections are what the door has in their place.
-pub(crate) trait Door: Sized {
+pub trait Door: Sized {
     /// What else rightly differs.
     const NOT_THE_SAME: &'static [Difference];
     /// How many sections there are to play; a filter that leaves out too much is a mistake.
@@ -87,7 +87,9 @@ pub(crate) trait Door: Sized {
 
     /// Whether something stands for a request with this command, if it is not one of lines only.
     fn has(op: Op, frame: &Frame<'_>) -> bool;
+    /// A server with these flags, in memory mode or with a log.
     fn start(flags: &[String], durable: bool) -> Result<Self, String>;
+    /// Opens a connection.
     fn open(&mut self, conn: &str);
     /// Executes whole requests, one after the other; returns when all are answered or wait.
     fn send(&mut self, conn: &str, requests: Vec<Vec<u8>>);
@@ -97,18 +99,22 @@ pub(crate) trait Door: Sized {
     fn line(&mut self, conn: &str) -> Option<Vec<u8>>;
     /// Waits until everything that was asked has had its effect.
     fn settle(&mut self);
+    /// What the server said about itself.
     fn log(&self) -> Vec<String>;
 }
 
 /// What a grant says.
-pub(crate) struct Told {
-    pub(crate) token: TokenText,
-    pub(crate) lease: Duration,
-    pub(crate) fence: u64,
+pub struct Told {
+    /// Its token.
+    pub token: TokenText,
+    /// Its lease.
+    pub lease: Duration,
+    /// Its fence.
+    pub fence: u64,
 }
 
 /// The answer to a request for a lock.
-pub(crate) fn granted(op: Op, told: Option<Told>) -> Response<'static> {
+pub fn granted(op: Op, told: Option<Told>) -> Response<'static> {
     let enqueued = matches!(op, Op::E | Op::Se | Op::Re | Op::We);
     let has_fence = matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Elect);
     match told {
@@ -126,12 +132,12 @@ pub(crate) fn granted(op: Op, told: Option<Told>) -> Response<'static> {
 }
 
 /// The answer to a renewal.
-pub(crate) fn renewed(op: Op, remaining: Duration, fence: u64) -> Response<'static> {
+pub fn renewed(op: Op, remaining: Duration, fence: u64) -> Response<'static> {
     Response::Renewed { remaining, fence: matches!(op, Op::Rn | Op::Wn).then_some(fence) }
 }
 
 /// The line of an answer.
-pub(crate) fn answer_line(response: &Response<'_>) -> Vec<u8> {
+pub fn answer_line(response: &Response<'_>) -> Vec<u8> {
     let mut line = Vec::new();
     response.print(Unit::Seconds, None, &mut line);
     line.pop();
@@ -139,7 +145,7 @@ pub(crate) fn answer_line(response: &Response<'_>) -> Vec<u8> {
 }
 
 /// The line of a push.
-pub(crate) fn push_line(push: &Push<'_>) -> Vec<u8> {
+pub fn push_line(push: &Push<'_>) -> Vec<u8> {
     let mut line = Vec::new();
     push.print(&mut line);
     line.pop();
@@ -147,7 +153,7 @@ pub(crate) fn push_line(push: &Push<'_>) -> Vec<u8> {
 }
 
 /// What one request asks; a line if it is none.
-pub(crate) fn read(bytes: &[u8]) -> Result<(Op, Request<'_>), Vec<u8>> {
+pub fn read(bytes: &[u8]) -> Result<(Op, Request<'_>), Vec<u8>> {
     let Decoded::Frame { frame, .. } = Decoder::new(LINE_BYTES_MAX).decode(bytes) else {
         unreachable!("only whole requests are played")
     };
@@ -267,32 +273,32 @@ impl Drop for Turn {
 }
 
 /// A test of each script in each mode through this door, and of what is left out.
+#[macro_export]
 macro_rules! play_through {
     ($door:ident, $($name:ident)*) => {
         mod memory {
             $(#[test]
             fn $name() {
-                $crate::through::play::<super::$door>(stringify!($name), false);
+                $crate::script::through::play::<super::$door>(stringify!($name), false);
             })*
         }
 
         mod durable {
             $(#[test]
             fn $name() {
-                $crate::through::play::<super::$door>(stringify!($name), true);
+                $crate::script::through::play::<super::$door>(stringify!($name), true);
             })*
         }
 
         #[test]
         fn most_sections_are_played() {
-            $crate::through::check_played::<$door>();
+            $crate::script::through::check_played::<$door>();
         }
     };
 }
 
-pub(crate) use play_through;
-
-pub(crate) fn play<D: Door>(name: &str, durable: bool) {
+/// Plays all sections of a script that the door can play.
+pub fn play<D: Door>(name: &str, durable: bool) {
     let (file, sections) = sections(name);
     let played = |section: &&Section| is_played::<D>(name, section, durable);
     let sections: Vec<_> = sections.iter().filter(played).collect();
@@ -320,7 +326,8 @@ fn play_section<D: Door>(section: &Section, file: &str, durable: bool) -> Result
     }
 }
 
-pub(crate) fn check_played<D: Door>() {
+/// Fails if too much is left out.
+pub fn check_played<D: Door>() {
     check_differences(NOT_THE_SAME);
     check_differences(D::NOT_THE_SAME);
     for durable in [false, true] {

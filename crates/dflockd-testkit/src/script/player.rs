@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::script::{Action, Deed, Names, Section, Step, expand, fence_of, matches};
+use super::steps::{Action, Deed, Names, Section, Step, expand, fence_of, matches};
 use super::{Received, Server};
 
 /// How much of the conversation a failure shows.
@@ -13,7 +13,8 @@ const SHOWN: usize = 25;
 /// Bytes of a line that a failure shows.
 const LINE_SHOWN: usize = 120;
 
-pub(crate) struct Player<'a> {
+/// Plays one section.
+pub struct Player<'a> {
     server: &'a mut dyn Server,
     names: Names,
     open: BTreeSet<String>,
@@ -21,12 +22,13 @@ pub(crate) struct Player<'a> {
 }
 
 impl<'a> Player<'a> {
-    pub(crate) fn new(server: &'a mut dyn Server) -> Self {
+    /// Plays on this server.
+    pub fn new(server: &'a mut dyn Server) -> Self {
         Self { server, names: Names::new(), open: BTreeSet::new(), talk: Vec::new() }
     }
 
     /// Plays all steps; an error says where and why one failed.
-    pub(crate) fn play(&mut self, section: &Section, file: &str) -> Result<(), String> {
+    pub fn play(&mut self, section: &Section, file: &str) -> Result<(), String> {
         for step in &section.steps {
             self.step(step).map_err(|reason| {
                 let Step { line, text, .. } = step;

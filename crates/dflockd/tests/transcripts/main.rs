@@ -1,46 +1,22 @@
 //! Conversations with the server, played four times: without sockets on a manual clock, where silence and time
 //! are exact, and over TCP with the real binary: in memory mode, as a durable single node, and as a follower in a
-//! cluster of three. The scripts are in `scripts/`; one line is one step:
-//!
-//! ```text
-//! # a comment
-//! == title                     a section begins: a new server
-//! flags: --max-locks 2         … with these flags
-//! only: process                … and only without sockets; or `tcp`
-//! a> l|k|0                     connection a, opened when first named, sends three lines
-//! a>> l\nk\n0                  it sends these bytes and nothing else
-//! a< ok <T1> 33                the next line it gets; EOF if the server closes
-//! a<any ok 1 || watch incr c   the next lines in any order (pushes may overtake answers)
-//! a<json locks.k.waiters=1     JSON in the next line, see below
-//! b-                           nothing has arrived
-//! +500ms                       time passes (also +2s)
-//! a! close                     the client closes and the server has noticed; also `open`, `half-close`,
-//!                              `reset` (gone without a word) and `stall` (it stops reading)
-//! ? T1 < T2                    the fence of the first is below that of the second
-//! ! terminate                  SIGTERM
-//! ```
-//!
-//! Text has the escapes `\n \r \t \\ \xNN`, `${x*256}` for repetitions and `${T1}` for what was received.
-//! In an expected line `<T1>` is a token and `<S1>` a session secret (32 hex), `<F1>` a fence and `<N1>` a
-//! number (decimal), the same each time; `<F1>` must be the fence in token `<T1>` if there is one. `<*>` is
-//! anything up to the end of the line.
-//!
-//! JSON checks are `path=value`, `path<=value`, `path>=value` or `!path` (absent), separated by blanks. A
-//! path goes by member names, list indices, the `key` or `pattern` of a list item, and `#` for a length.
+//! cluster of three. `dflockd_testkit::script` says what a script looks like.
 //!
 //! Over TCP `+` really waits, so totals are kept small; each section has a process and a thread there. A step
 //! begins when the server has come to rest after the one before, so a blocking request is in its queue when
 //! the next line is played. If the machine is slow, silence that depends on time is not checked there.
 
-mod transcript;
+mod without_sockets;
 
-use transcript::in_process::InProcess;
-use transcript::player::Player;
-use transcript::script::{Section, Way};
-use transcript::scripts::{
-    self, NOT_REPLICATED, SCRIPTS, check_differences, differs, each_script, play_all,
+use dflockd_testkit::each_script;
+use dflockd_testkit::script::list::{
+    self, NOT_REPLICATED, SCRIPTS, check_differences, differs, play_all,
 };
-use transcript::tcp::Tcp;
+use dflockd_testkit::script::player::Player;
+use dflockd_testkit::script::steps::{Section, Way};
+use dflockd_testkit::script::tcp::Tcp;
+
+use crate::without_sockets::InProcess;
 
 /// Sections of one file that are played at the same time over TCP, where most only wait.
 const TCP_AT_ONCE: usize = 12;
@@ -90,7 +66,7 @@ fn what_is_not_replicated_is_there() {
 
 /// Plays all sections of a script; fails with a report of each that failed.
 fn play(name: &str, way: Way) {
-    let (file, sections) = scripts::sections(name);
+    let (file, sections) = list::sections(name);
     let here = |section: &&Section| match way {
         Way::InProcess | Way::Tcp => section.only.is_none_or(|only| only == way),
         Way::Durable | Way::Follower => {
@@ -120,7 +96,7 @@ fn play_section(section: &Section, file: &str, way: Way) -> Result<(), String> {
         }
         Way::Durable | Way::Follower => {
             let size = if way == Way::Durable { 1 } else { 3 };
-            let mut server = Tcp::start_replicated(&section.flags, size).map_err(start_failed)?;
+            let mut server = Tcp::start_replicated(&section.flags, size);
             Player::new(&mut server).play(section, file)
         }
     }

@@ -12,7 +12,7 @@ use dflockd_core::{Outcome, Push, RequestId, Span};
 use dflockd_engine::{Clock, Pokes, Pushed, Sink};
 use parking_lot::Mutex;
 
-use super::{Received, Server};
+use dflockd_testkit::script::{Received, Server};
 
 /// Time moves in steps of this, or of a thousandth of a long wait. Deadlines of different shards that are
 /// closer than that are handled in any order.
@@ -22,13 +22,13 @@ const TURNS_MAX: usize = 10_000;
 /// How much a socket gives at once.
 const READ_BYTES: usize = 64 * 1024;
 
-pub(crate) struct InProcess {
+pub(super) struct InProcess {
     service: Arc<Service>,
     peers: BTreeMap<String, Arc<Peer>>,
 }
 
 impl InProcess {
-    pub(crate) fn start(flags: &[String]) -> Result<Self, String> {
+    pub(super) fn start(flags: &[String]) -> Result<Self, String> {
         let parsed = Config::from_args(flags.iter().cloned(), &|_| None);
         let Parsed::Run(config) = parsed.map_err(|error| error.to_string())? else {
             return Err("the flags do not start a server".into());

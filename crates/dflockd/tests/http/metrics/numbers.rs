@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 
 use dflockd::metrics::{METRICS, Where};
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::{Client, eventually, fence, granted};
 use serde_json::json;
 
-use super::site::{Members, Place, Site};
-use super::support::{Client, eventually, fence, granted};
 use super::text::Scrape;
-use super::wire::Ask;
+use crate::site::{Members, Place, Site};
 
 const ADMIN: &str = "the-token-of-the-operator";
 /// What is in every key, channel and client name of these tests, and must not be in a page.

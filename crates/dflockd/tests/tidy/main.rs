@@ -5,6 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod deploy;
+
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;

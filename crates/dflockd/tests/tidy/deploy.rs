@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use dflockd::config::{Config, Parsed};
+use dflockd_testkit::{Dir, command, run};
 use serde_json::{Value, json};
 
 fn read(name: &str) -> String {
@@ -32,8 +32,7 @@ fn kind(kind: &str) -> Value {
 }
 
 fn help() -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_dflockd")).arg("--help").output();
-    String::from_utf8(output.expect("the binary exists").stdout).expect("it is text")
+    run(command(&["--help"])).out
 }
 
 /// Words that begin so.
@@ -62,37 +61,17 @@ fn every_setting_exists() {
     assert!(seen > 30, "only {seen} settings were found");
 }
 
-/// Files with tokens, for settings that name files of another machine.
-struct Tokens(PathBuf);
-
-impl Tokens {
-    fn new(test: &str) -> Self {
-        let path =
-            std::env::temp_dir().join(format!("dflockd-deploy-{}-{test}", std::process::id()));
-        fs::create_dir(&path).expect("it can be made");
-        Self(path)
-    }
-
-    /// The file for a setting, with a token that no other has.
-    fn file(&self, setting: &str) -> String {
-        let path = self.0.join(setting);
-        fs::write(&path, format!("{setting}-0123456789abcdef")).expect("it can be written");
-        path.display().to_string()
-    }
-}
-
-impl Drop for Tokens {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
+/// A file for a setting that names one of another machine, with a token that no other setting has.
+fn token_file(dir: &Dir, setting: &str) -> String {
+    dir.write(setting, format!("{setting}-0123456789abcdef"))
 }
 
 /// That the server accepts the variables. Gives its node id and its peers.
 #[track_caller]
-fn starts(mut settings: BTreeMap<String, String>, tokens: &Tokens) -> (String, Vec<String>) {
+fn starts(mut settings: BTreeMap<String, String>, dir: &Dir) -> (String, Vec<String>) {
     for (name, value) in &mut settings {
         if name.ends_with("_FILE") {
-            *value = tokens.file(name);
+            *value = token_file(dir, name);
         }
     }
     let parsed = Config::from_args(Vec::new(), &|name| settings.get(name).cloned());
@@ -106,7 +85,7 @@ fn nodes_of_kubernetes_start() {
     let set = kind("StatefulSet");
     let pod = &set["spec"]["template"]["spec"];
     let container = &pod["containers"][0];
-    let tokens = Tokens::new("kubernetes");
+    let dir = Dir::new();
     let name = set["metadata"]["name"].as_str().unwrap();
     let replicas = set["spec"]["replicas"].as_u64().unwrap();
     for number in 0..replicas {
@@ -121,7 +100,7 @@ fn nodes_of_kubernetes_start() {
             };
             (variable["name"].as_str().unwrap().to_owned(), value)
         });
-        let (started, peers) = starts(settings.collect(), &tokens);
+        let (started, peers) = starts(settings.collect(), &dir);
         assert_eq!(started, node);
         let all: Vec<String> = (0..replicas).map(|number| format!("{name}-{number}")).collect();
         assert_eq!(peers, all);
@@ -211,7 +190,7 @@ fn the_peer_port_is_for_the_nodes() {
 #[test]
 fn nodes_of_compose_start() {
     let [compose] = documents("compose/compose.yaml").try_into().expect("one document");
-    let tokens = Tokens::new("compose");
+    let dir = Dir::new();
     let services = compose["services"].as_object().unwrap();
     assert_eq!(services.len(), 3);
     for (name, service) in services {
@@ -219,7 +198,7 @@ fn nodes_of_compose_start() {
         let text =
             |value: &Value| value.as_str().unwrap_or_else(|| panic!("{name}: {value}")).to_owned();
         let settings = environment.iter().map(|(name, value)| (name.clone(), text(value)));
-        let (node, peers) = starts(settings.collect(), &tokens);
+        let (node, peers) = starts(settings.collect(), &dir);
         assert_eq!(&node, name);
         assert_eq!(peers, services.keys().cloned().collect::<Vec<_>>());
         let volume = service["volumes"][0].as_str().unwrap();
@@ -247,8 +226,8 @@ fn the_image_needs_a_token() {
     };
     let refused = parse(&settings).unwrap_err().to_string();
     assert!(refused.contains("--require-auth needs --auth-token"), "{refused}");
-    let tokens = Tokens::new("image");
-    settings.insert("DFLOCKD_AUTH_TOKEN_FILE", tokens.file("auth"));
+    let dir = Dir::new();
+    settings.insert("DFLOCKD_AUTH_TOKEN_FILE", token_file(&dir, "auth"));
     assert!(matches!(parse(&settings), Ok(Parsed::Run(_))));
 }
 
@@ -260,7 +239,7 @@ fn the_image_runs_as_nobody_in_particular() {
     let user = instructions.iter().rfind(|line| line.starts_with("USER ")).unwrap();
     assert!(!user.contains("root") && !user.contains(" 0"), "{user}");
     assert!(text.contains("HEALTHCHECK") && text.contains("ENTRYPOINT [\"dflockd\"]"));
-    let toolchain = include_str!("../../../Cargo.toml");
+    let toolchain = include_str!("../../../../Cargo.toml");
     let version = toolchain.lines().find_map(|line| line.strip_prefix("rust-version = \""));
     let version = version.unwrap().trim_end_matches('"');
     let newest = text.lines().find_map(|line| line.strip_prefix("FROM rust:")).unwrap();

@@ -15,7 +15,7 @@ const BLIND: Duration = Duration::from_millis(30);
 
 /// What the threads of processes are doing.
 #[derive(Clone, Copy)]
-pub(crate) struct Activity {
+pub struct Activity {
     /// None runs or could.
     asleep: bool,
     /// How often they went to sleep.
@@ -24,7 +24,7 @@ pub(crate) struct Activity {
 
 impl Activity {
     /// None where there is no `/proc`.
-    pub(crate) fn of(pids: &[u32]) -> Option<Self> {
+    pub fn of(pids: &[u32]) -> Option<Self> {
         let mut all = Self { asleep: true, switches: 0 };
         for pid in pids {
             for thread in std::fs::read_dir(format!("/proc/{pid}/task")).ok()? {
@@ -50,7 +50,7 @@ impl Activity {
 }
 
 /// A wait until all threads of some processes sleep and, if told what they had done before, did more.
-pub(crate) struct Rest {
+pub struct Rest {
     before: Option<Activity>,
     begun: Instant,
     /// How often they were seen at rest, one after the other, and how often they must be.
@@ -60,14 +60,15 @@ pub(crate) struct Rest {
 }
 
 impl Rest {
-    pub(crate) fn new(before: Option<Activity>, replicated: bool) -> Self {
+    /// Begins to wait. Members of a cluster must be seen at rest more often.
+    pub fn new(before: Option<Activity>, replicated: bool) -> Self {
         let (enough, micros) = if replicated { (RESTS, 1000) } else { (1, 20) };
         let pause = Duration::from_micros(micros);
         Self { before, begun: Instant::now(), seen: 0, enough, pause }
     }
 
     /// Looks once; if they do not rest yet, a little later.
-    pub(crate) fn has_come(&mut self, pids: &[u32]) -> bool {
+    pub fn has_come(&mut self, pids: &[u32]) -> bool {
         let Some(now) = Activity::of(pids) else {
             std::thread::sleep(BLIND);
             return true;

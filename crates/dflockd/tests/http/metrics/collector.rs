@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use bytes::Bytes;
+use dflockd_testkit::LIMIT;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::{Frame, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
@@ -13,8 +14,6 @@ use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpListener;
-
-use super::support::LIMIT;
 
 /// Takes in spans until dropped.
 pub(super) struct Collector {

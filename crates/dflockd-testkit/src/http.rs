@@ -1,24 +1,20 @@
 //! HTTP/1.1 by hand over a blocking socket: requests can be cut anywhere, sent slowly or sent wrong.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection, StreamOwned};
+use rustls::ClientConfig;
 use serde_json::Value;
 use socket2::SockRef;
 
-use super::support::LIMIT;
-
-/// Nothing came yet.
-const PATIENCE: [ErrorKind; 3] =
-    [ErrorKind::WouldBlock, ErrorKind::TimedOut, ErrorKind::Interrupted];
+use crate::line::{PATIENCE, handshake};
+use crate::{LIMIT, eventually};
 
 /// A request.
 #[derive(Clone, Debug)]
-pub(super) struct Ask {
+pub struct Ask {
     method: String,
     path: String,
     headers: Vec<(String, String)>,
@@ -26,46 +22,52 @@ pub(super) struct Ask {
 }
 
 impl Ask {
-    pub(super) fn new(method: &str, path: &str) -> Self {
+    /// A request without a body.
+    pub fn new(method: &str, path: &str) -> Self {
         Self { method: method.into(), path: path.into(), headers: Vec::new(), body: None }
     }
 
-    pub(super) fn get(path: &str) -> Self {
+    /// A request for a page.
+    pub fn get(path: &str) -> Self {
         Self::new("GET", path)
     }
 
     /// A request with a JSON body.
-    pub(super) fn post(path: &str, body: &Value) -> Self {
+    pub fn post(path: &str, body: &Value) -> Self {
         Self::new("POST", path).body(body.to_string())
     }
 
-    pub(super) fn header(mut self, name: &str, value: &str) -> Self {
+    /// With another header.
+    pub fn header(mut self, name: &str, value: &str) -> Self {
         self.headers.push((name.into(), value.into()));
         self
     }
 
-    pub(super) fn session(self, id: &str) -> Self {
+    /// In a session.
+    pub fn session(self, id: &str) -> Self {
         self.header("X-Dflockd-Session", id)
     }
 
-    pub(super) fn admin(self, token: &str) -> Self {
+    /// With the token of an operator.
+    pub fn admin(self, token: &str) -> Self {
         self.header("X-Dflockd-Admin", token)
     }
 
-    pub(super) fn body(mut self, body: impl Into<Vec<u8>>) -> Self {
+    /// With a body.
+    pub fn body(mut self, body: impl Into<Vec<u8>>) -> Self {
         self.body = Some(body.into());
         self
     }
 
     /// What goes over the wire.
-    pub(super) fn bytes(&self) -> Vec<u8> {
+    pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = self.head(self.body.as_ref().map(Vec::len));
         bytes.extend(self.body.iter().flatten());
         bytes
     }
 
     /// Everything before the body, which is announced with this length.
-    pub(super) fn head(&self, length: Option<usize>) -> Vec<u8> {
+    pub fn head(&self, length: Option<usize>) -> Vec<u8> {
         let mut text = format!("{} {} HTTP/1.1\r\n", self.method, self.path);
         if !self.headers.iter().any(|(name, _)| name == "Host") {
             text += "Host: localhost\r\n";
@@ -85,33 +87,37 @@ impl Ask {
 
 /// An answer.
 #[derive(Clone, Debug)]
-pub(super) struct Reply {
-    pub(super) status: u16,
-    pub(super) headers: Vec<(String, String)>,
-    pub(super) body: Vec<u8>,
+pub struct Reply {
+    /// The status code.
+    pub status: u16,
+    /// All headers, in order.
+    pub headers: Vec<(String, String)>,
+    /// The body, whole.
+    pub body: Vec<u8>,
 }
 
 impl Reply {
     /// The header `name`, if it is there.
-    pub(super) fn header(&self, name: &str) -> Option<&str> {
+    pub fn header(&self, name: &str) -> Option<&str> {
         let mut found = self.headers.iter().filter(|(known, _)| known.eq_ignore_ascii_case(name));
         found.next().map(|(_, value)| value.as_str())
     }
 
-    pub(super) fn text(&self) -> String {
+    /// The body as text.
+    pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
     /// The JSON of a success.
     #[track_caller]
-    pub(super) fn ok(&self) -> Value {
+    pub fn ok(&self) -> Value {
         assert_eq!(self.status, 200, "{}", self.text());
         self.json()
     }
 
     /// A body of JSON in the form in which all are.
     #[track_caller]
-    pub(super) fn json(&self) -> Value {
+    pub fn json(&self) -> Value {
         assert_eq!(self.header("content-type"), Some("application/json"), "{self:?}");
         assert_eq!(self.header("x-content-type-options"), Some("nosniff"), "{self:?}");
         assert!(self.body.ends_with(b"\n"), "no LF behind {}", self.text());
@@ -120,14 +126,14 @@ impl Reply {
 
     /// A success that says nothing.
     #[track_caller]
-    pub(super) fn empty(&self) {
+    pub fn empty(&self) {
         assert_eq!(self.status, 204, "{}", self.text());
         assert!(self.body.is_empty() && self.header("transfer-encoding").is_none(), "{self:?}");
     }
 
     /// A refusal; gives its detail.
     #[track_caller]
-    pub(super) fn refused(&self, status: u16, code: &str) -> String {
+    pub fn refused(&self, status: u16, code: &str) -> String {
         assert_eq!(self.status, status, "instead of {code}: {}", self.text());
         let error = self.json();
         assert_eq!(error["error"], code, "{error}");
@@ -138,7 +144,7 @@ impl Reply {
 
     /// What was wrong with a request.
     #[track_caller]
-    pub(super) fn bad(&self) -> String {
+    pub fn bad(&self) -> String {
         let detail = self.refused(400, "bad_request");
         assert!(!detail.is_empty(), "no detail");
         detail
@@ -147,10 +153,12 @@ impl Reply {
 
 /// What came of a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Got {
+pub enum Got {
+    /// Bytes.
     More,
     /// Closed or reset by the server.
     End,
+    /// Neither in time.
     Nothing,
 }
 
@@ -159,76 +167,74 @@ trait Stream: Read + Write + Send {}
 impl<T: Read + Write + Send> Stream for T {}
 
 /// One connection.
-pub(super) struct Wire {
+pub struct Wire {
     stream: Box<dyn Stream>,
-    pub(super) socket: TcpStream,
+    /// Below TLS, if there is any.
+    pub socket: TcpStream,
     buffer: Vec<u8>,
     /// Whether the next answer is one to HEAD.
     headless: bool,
 }
 
 impl Wire {
-    pub(super) fn connect(
-        address: SocketAddr,
-        tls: Option<&Arc<ClientConfig>>,
-    ) -> std::io::Result<Self> {
+    /// A connection to a server that may not listen.
+    pub fn connect(address: SocketAddr, tls: Option<&Arc<ClientConfig>>) -> std::io::Result<Self> {
         let socket = TcpStream::connect(address)?;
         socket.set_nodelay(true)?;
         socket.set_write_timeout(Some(LIMIT))?;
         Self::over(socket, tls)
     }
 
-    pub(super) fn over(
-        mut socket: TcpStream,
-        tls: Option<&Arc<ClientConfig>>,
-    ) -> std::io::Result<Self> {
+    /// A connection over a socket.
+    pub fn over(socket: TcpStream, tls: Option<&Arc<ClientConfig>>) -> std::io::Result<Self> {
         let other = socket.try_clone()?;
         let stream: Box<dyn Stream> = match tls {
             None => Box::new(socket),
-            Some(config) => {
-                socket.set_read_timeout(Some(LIMIT))?;
-                let name = ServerName::try_from("localhost").expect("a name");
-                let mut tls = ClientConnection::new(Arc::clone(config), name).expect("a client");
-                while tls.is_handshaking() {
-                    tls.complete_io(&mut socket)?;
-                }
-                Box::new(StreamOwned::new(tls, socket))
-            }
+            Some(config) => Box::new(handshake(socket, Arc::clone(config))?),
         };
         Ok(Self { stream, socket: other, buffer: Vec::new(), headless: false })
     }
 
+    /// A connection as soon as the server listens.
     #[track_caller]
-    pub(super) fn send(&mut self, bytes: impl AsRef<[u8]>) {
+    pub fn open(address: SocketAddr, tls: Option<&Arc<ClientConfig>>) -> Self {
+        eventually(&format!("a connection to {address}"), || Self::connect(address, tls).ok())
+    }
+
+    /// Sends bytes as they are.
+    #[track_caller]
+    pub fn send(&mut self, bytes: impl AsRef<[u8]>) {
         self.try_send(bytes).unwrap();
     }
 
     /// Sends to a server that may be gone.
-    pub(super) fn try_send(&mut self, bytes: impl AsRef<[u8]>) -> std::io::Result<()> {
+    pub fn try_send(&mut self, bytes: impl AsRef<[u8]>) -> std::io::Result<()> {
         self.stream.write_all(bytes.as_ref())?;
         self.stream.flush()
     }
 
     /// Sends a request without waiting for its answer.
     #[track_caller]
-    pub(super) fn begin(&mut self, ask: &Ask) {
+    pub fn begin(&mut self, ask: &Ask) {
         self.headless = ask.method == "HEAD";
         self.send(ask.bytes());
     }
 
+    /// A request and its answer.
     #[track_caller]
-    pub(super) fn ask(&mut self, ask: &Ask) -> Reply {
+    pub fn ask(&mut self, ask: &Ask) -> Reply {
         self.begin(ask);
         self.reply()
     }
 
+    /// The next answer, which must come.
     #[track_caller]
-    pub(super) fn reply(&mut self) -> Reply {
+    pub fn reply(&mut self) -> Reply {
         self.try_reply(LIMIT).unwrap_or_else(|got| panic!("{got:?} instead of an answer"))
     }
 
     /// The next answer, if there is one before the time is over.
-    pub(super) fn try_reply(&mut self, time: Duration) -> Result<Reply, Got> {
+    pub fn try_reply(&mut self, time: Duration) -> Result<Reply, Got> {
         let until = Instant::now() + time;
         let mut reply = self.head(until)?;
         let bodiless = self.headless || matches!(reply.status, 100..200 | 204 | 304);
@@ -254,7 +260,7 @@ impl Wire {
     }
 
     /// The beginning of an answer, without its body.
-    pub(super) fn head(&mut self, until: Instant) -> Result<Reply, Got> {
+    pub fn head(&mut self, until: Instant) -> Result<Reply, Got> {
         let end = loop {
             if let Some(end) = self.buffer.windows(4).position(|four| four == b"\r\n\r\n") {
                 break end;
@@ -276,7 +282,7 @@ impl Wire {
     }
 
     /// The next piece of a chunked body, none at its end.
-    pub(super) fn chunk(&mut self, until: Instant) -> Result<Option<Vec<u8>>, Got> {
+    pub fn chunk(&mut self, until: Instant) -> Result<Option<Vec<u8>>, Got> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|two| two == b"\r\n") {
                 let size = String::from_utf8_lossy(&self.buffer[..end]).into_owned();
@@ -315,7 +321,7 @@ impl Wire {
     }
 
     /// What comes next, whatever it is; bytes are kept.
-    pub(super) fn hear(&mut self, time: Duration) -> Got {
+    pub fn hear(&mut self, time: Duration) -> Got {
         match self.more(Instant::now() + time) {
             Ok(()) => Got::More,
             Err(got) => got,
@@ -324,7 +330,7 @@ impl Wire {
 
     /// That the server closes, whatever it says before.
     #[track_caller]
-    pub(super) fn expect_end(&mut self) {
+    pub fn expect_end(&mut self) {
         let until = Instant::now() + LIMIT;
         loop {
             match self.more(until) {
@@ -336,12 +342,12 @@ impl Wire {
     }
 
     /// Takes everything that was read and not used.
-    pub(super) fn taken(&mut self) -> Vec<u8> {
+    pub fn taken(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.buffer)
     }
 
     /// Reads until so many bytes are there.
-    pub(super) fn exactly(&mut self, count: usize) -> Result<Vec<u8>, Got> {
+    pub fn exactly(&mut self, count: usize) -> Result<Vec<u8>, Got> {
         let until = Instant::now() + LIMIT;
         while self.buffer.len() < count {
             self.more(until)?;
@@ -350,18 +356,18 @@ impl Wire {
     }
 
     /// Says that nothing more will be sent.
-    pub(super) fn half_close(&self) {
+    pub fn half_close(&self) {
         self.socket.shutdown(Shutdown::Write).unwrap();
     }
 
     /// Ends with a reset, as a crashed machine's kernel would.
-    pub(super) fn reset(self) {
+    pub fn reset(self) {
         SockRef::from(&self.socket).set_linger(Some(Duration::ZERO)).unwrap();
     }
 
     /// Turns into a stream of events, once its head has come.
     #[track_caller]
-    pub(super) fn into_events(mut self) -> Events {
+    pub fn into_events(mut self) -> Events {
         let head = self.head(Instant::now() + LIMIT).expect("an answer");
         assert_eq!(head.status, 200, "{head:?}");
         assert_eq!(head.header("content-type"), Some("text/event-stream"));
@@ -376,36 +382,39 @@ impl Wire {
 
 /// One event of a stream.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Event {
-    pub(super) name: String,
-    pub(super) id: Option<String>,
-    pub(super) data: Value,
+pub struct Event {
+    /// What happened.
+    pub name: String,
+    /// Where to go on after it.
+    pub id: Option<String>,
+    /// What is told about it.
+    pub data: Value,
 }
 
 /// A stream of server-sent events.
-pub(super) struct Events {
+pub struct Events {
     wire: Wire,
     text: String,
     /// Comments that were skipped.
-    pub(super) pings: usize,
+    pub pings: usize,
 }
 
 impl Events {
     /// The next event.
     #[track_caller]
-    pub(super) fn next(&mut self) -> Event {
+    pub fn next(&mut self) -> Event {
         self.hear(LIMIT).unwrap_or_else(|got| panic!("{got:?} instead of an event"))
     }
 
     /// The next event of some name, with these data.
     #[track_caller]
-    pub(super) fn expect(&mut self, name: &str, data: &Value) {
+    pub fn expect(&mut self, name: &str, data: &Value) {
         let event = self.next();
         assert_eq!((event.name.as_str(), &event.data), (name, data));
     }
 
     /// The next event, if there is one before the time is over.
-    pub(super) fn hear(&mut self, time: Duration) -> Result<Event, Got> {
+    pub fn hear(&mut self, time: Duration) -> Result<Event, Got> {
         let until = Instant::now() + time;
         loop {
             let block = self.block(until.saturating_duration_since(Instant::now()))?;
@@ -447,7 +456,7 @@ impl Events {
 
     /// That the stream ends, after whatever is left of it.
     #[track_caller]
-    pub(super) fn expect_end(&mut self) {
+    pub fn expect_end(&mut self) {
         loop {
             match self.hear(LIMIT) {
                 Ok(_) => {}
@@ -457,13 +466,14 @@ impl Events {
         }
     }
 
-    pub(super) fn reset(self) {
+    /// Ends with a reset.
+    pub fn reset(self) {
         self.wire.reset();
     }
 }
 
 /// A key as a segment of a path.
-pub(super) fn escape(key: impl AsRef<[u8]>) -> String {
+pub fn escape(key: impl AsRef<[u8]>) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     let escaped = key.as_ref().iter().map(|&byte| {
         if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }

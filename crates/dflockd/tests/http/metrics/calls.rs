@@ -1,9 +1,9 @@
 //! Calls over gRPC, as they are scraped.
 
-use std::net::Ipv4Addr;
 use std::task::{Context, Poll};
 
 use axum::http::{Request, Uri};
+use dflockd_testkit::{LIMIT, eventually, millis};
 use dflockd_wire::grpc::locks_client::LocksClient;
 use dflockd_wire::grpc::sessions_client::SessionsClient;
 use dflockd_wire::grpc::watch_client::WatchClient;
@@ -12,10 +12,8 @@ use tonic::body::Body;
 use tonic::transport::{Channel, Endpoint};
 use tower::Service;
 
-use super::harness::free_addresses;
-use super::site::Site;
-use super::support::{LIMIT, eventually, millis};
 use super::text::Scrape;
+use crate::site::Site;
 
 /// What is in every key of this test, and must not be in a page.
 const HIDDEN: &str = "hush";
@@ -59,7 +57,7 @@ async fn call_nothing(channel: &Channel, path: &'static str) -> tonic::Code {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn calls_are_counted_by_method_and_code() {
-    let port = free_addresses(Ipv4Addr::LOCALHOST, 1)[0].port();
+    let port = dflockd_testkit::free_address().port();
     let site = Site::start(&["--grpc-port", &port.to_string()]);
     let channel = connect(port).await;
     let mut sessions = SessionsClient::new(channel.clone());

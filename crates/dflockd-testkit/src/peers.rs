@@ -10,12 +10,15 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use super::harness::{NAMES, PATIENCE, millis};
+use crate::cluster::{Addresses, NAMES};
+use crate::line::PATIENCE;
+use crate::millis;
 
 /// How often a pump looks whether it is still wanted.
 const LOOK: Duration = Duration::from_millis(50);
 
-pub(super) struct Proxy {
+/// All connections between the members.
+pub struct Proxy {
     shared: Arc<Shared>,
 }
 
@@ -32,27 +35,26 @@ struct Shared {
 }
 
 impl Proxy {
-    /// One listener per member in front of its peer port; gives where to dial.
-    pub(super) fn start(peers: &[SocketAddr]) -> (Self, Vec<SocketAddr>) {
+    /// One listener per member in front of its peer port; that is where the others dial it.
+    pub fn between(addresses: &mut Addresses) -> Self {
         let shared = Arc::<Shared>::default();
-        let mut dialed = Vec::new();
-        for (to, peer) in peers.iter().enumerate() {
+        for (to, (peer, dialed)) in addresses.peers.iter().zip(&mut addresses.dialed).enumerate() {
             let listener = TcpListener::bind((peer.ip(), 0)).unwrap();
-            dialed.push(listener.local_addr().unwrap());
+            *dialed = listener.local_addr().unwrap();
             listener.set_nonblocking(true).unwrap();
             let (shared, peer) = (Arc::clone(&shared), *peer);
             thread::spawn(move || listen(&listener, to, peer, &shared));
         }
-        (Self { shared }, dialed)
+        Self { shared }
     }
 
     /// Nothing gets from one member to another any more.
-    pub(super) fn cut(&self, from: usize, to: usize) {
+    pub fn cut(&self, from: usize, to: usize) {
         self.shared.cut.lock().unwrap().insert((from, to));
     }
 
     /// A member is alone.
-    pub(super) fn isolate(&self, member: usize, others: &[usize]) {
+    pub fn isolate(&self, member: usize, others: &[usize]) {
         for &other in others {
             self.cut(member, other);
             self.cut(other, member);
@@ -60,19 +62,19 @@ impl Proxy {
     }
 
     /// Sends a frame as if it came from one member to another, once, on their connection for small frames.
-    pub(super) fn inject(&self, from: usize, to: usize, frame: &[u8]) {
+    pub fn inject(&self, from: usize, to: usize, frame: &[u8]) {
         let length = u32::try_from(frame.len()).unwrap().to_le_bytes();
         let bytes = [&length[..], frame].concat();
         *self.shared.injected.lock().unwrap() = Some(((from, to), bytes));
     }
 
     /// Whether it was sent.
-    pub(super) fn has_injected(&self) -> bool {
+    pub fn has_injected(&self) -> bool {
         self.shared.injected.lock().unwrap().is_none()
     }
 
     /// All directions work again.
-    pub(super) fn heal(&self) {
+    pub fn heal(&self) {
         self.shared.cut.lock().unwrap().clear();
     }
 }

@@ -1,12 +1,11 @@
 //! Spans on their way to a collector.
 
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::{Dir, Server, command, run};
 use serde_json::json;
 
 use super::collector::Collector;
-use super::harness;
-use super::site::Site;
-use super::support::{Dir, Server, command, run_to_end};
-use super::wire::Ask;
+use crate::site::Site;
 
 /// The ids of a trace and of the span in it that asks.
 const TRACE: [u8; 16] = [
@@ -89,7 +88,7 @@ fn a_connection_becomes_a_span_and_the_last_ones_are_sent_at_the_end() {
 
 #[test]
 fn nobody_waits_for_a_collector_that_is_away() {
-    let away = harness::free_addresses(harness::host(), 1)[0];
+    let away = dflockd_testkit::free_addresses(dflockd_testkit::host(), 1)[0];
     let endpoint = format!("http://{away}");
     let site = Site::start(&["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "100"]);
     // More than the queue holds.
@@ -112,9 +111,9 @@ fn an_endpoint_that_is_none_is_refused() {
     for endpoint in ["collector:4317", "ftp://collector:4317", "http://"] {
         let mut command = command(&["--otlp-endpoint", endpoint]);
         command.args(["--port", "0"]);
-        let output = run_to_end(command);
-        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success(), "{endpoint}");
+        let output = run(command);
+        let errors = output.err;
+        assert!(output.code != 0, "{endpoint}");
         assert!(errors.contains("otlp-endpoint"), "{errors}");
     }
 }

@@ -4,17 +4,23 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A part of a script with a server of its own.
-pub(crate) struct Section {
-    pub(crate) title: String,
-    pub(crate) flags: Vec<String>,
-    pub(crate) only: Option<Way>,
-    pub(crate) steps: Vec<Step>,
+pub struct Section {
+    /// Its title.
+    pub title: String,
+    /// The flags of its server.
+    pub flags: Vec<String>,
+    /// Where it is played, if not everywhere.
+    pub only: Option<Way>,
+    /// Its steps.
+    pub steps: Vec<Step>,
 }
 
 /// Where a script is played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
+    /// Without sockets, on a manual clock.
     InProcess,
+    /// Over TCP, in memory mode.
     Tcp,
     /// Over TCP, a single node with a log.
     Durable,
@@ -22,62 +28,93 @@ pub(crate) enum Way {
     Follower,
 }
 
-pub(crate) struct Step {
+/// One step.
+pub struct Step {
     /// In the file, from 1.
-    pub(crate) line: usize,
-    pub(crate) text: String,
-    pub(crate) action: Action,
+    pub line: usize,
+    /// As it stands there.
+    pub text: String,
+    /// What it does.
+    pub action: Action,
 }
 
-pub(crate) enum Action {
+/// What a step does or expects.
+pub enum Action {
+    /// A request of three lines.
     Send {
+        /// The connection.
         conn: String,
+        /// The lines.
         lines: Vec<String>,
     },
+    /// Bytes as they are.
     SendRaw {
+        /// The connection.
         conn: String,
+        /// The bytes.
         text: String,
     },
+    /// A line, or the end.
     Expect {
+        /// The connection.
         conn: String,
+        /// What is expected.
         pattern: String,
     },
-    /// In any order.
+    /// Lines in any order.
     ExpectAll {
+        /// The connection.
         conn: String,
+        /// What is expected.
         patterns: Vec<String>,
     },
+    /// A line with JSON.
     ExpectJson {
+        /// The connection.
         conn: String,
+        /// What is checked in it.
         checks: String,
     },
+    /// Silence.
     ExpectNothing {
+        /// The connection.
         conn: String,
     },
+    /// Something that a client does to its connection.
     Do {
+        /// The connection.
         conn: String,
+        /// What it does.
         deed: Deed,
     },
+    /// Time passes.
     Pass(Duration),
     /// The first of two tokens or fences is below the other.
     Below(String, String),
+    /// The server is asked to shut down.
     Terminate,
 }
 
+/// What a client does to its connection.
 #[derive(Clone, Copy)]
-pub(crate) enum Deed {
+pub enum Deed {
+    /// It connects.
     Open,
+    /// It sends nothing more.
     HalfClose,
+    /// It goes.
     Close,
+    /// It vanishes.
     Reset,
+    /// It stops reading.
     Stall,
 }
 
 /// What placeholders of a section stand for.
-pub(crate) type Names = BTreeMap<String, String>;
+pub type Names = BTreeMap<String, String>;
 
 /// All sections of a script.
-pub(crate) fn parse(text: &str) -> Result<Vec<Section>, String> {
+pub fn parse(text: &str) -> Result<Vec<Section>, String> {
     let mut sections: Vec<Section> = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let number = index + 1;
@@ -164,7 +201,7 @@ fn action(line: &str) -> Option<Action> {
 }
 
 /// A piece of text with escapes and `${…}` filled in.
-pub(crate) fn expand(text: &str, names: &Names) -> Result<Vec<u8>, String> {
+pub fn expand(text: &str, names: &Names) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::new();
     let mut rest = text;
     while let Some(char) = rest.chars().next() {
@@ -213,7 +250,7 @@ fn filled_in(name: &str, names: &Names) -> Result<Vec<u8>, String> {
 }
 
 /// The fence in a token, or a fence in decimal.
-pub(crate) fn fence_of(text: &str) -> Option<u64> {
+pub fn fence_of(text: &str) -> Option<u64> {
     if text.len() == 32 {
         return u64::from_str_radix(&text[..16], 16).ok();
     }
@@ -221,7 +258,7 @@ pub(crate) fn fence_of(text: &str) -> Option<u64> {
 }
 
 /// Compares a line with what is expected, and binds the names in it if it is that.
-pub(crate) fn matches(pattern: &str, line: &[u8], names: &mut Names) -> Result<bool, String> {
+pub fn matches(pattern: &str, line: &[u8], names: &mut Names) -> Result<bool, String> {
     let mut found = names.clone();
     let mut rest_of_pattern = pattern;
     let mut rest = line;

@@ -2,9 +2,10 @@
 
 use std::thread;
 
-use super::script::{self, Section};
+use super::steps::{self, Section};
 
 /// Calls a macro with the names of all scripts, behind what else it wants.
+#[macro_export]
 macro_rules! each_script {
     ($then:ident $(, $more:ident)*) => {
         $then! {
@@ -21,19 +22,17 @@ macro_rules! texts {
         &[$((
             stringify!($name),
             include_str!(concat!(
-                env!("CARGO_MANIFEST_DIR"), "/tests/scripts/", stringify!($name), ".txt"
+                env!("CARGO_MANIFEST_DIR"), "/../dflockd/tests/scripts/", stringify!($name), ".txt"
             )),
         )),*]
     };
 }
 
-pub(crate) use each_script;
-
 /// Names and texts.
-pub(crate) const SCRIPTS: &[(&str, &str)] = each_script!(texts);
+pub const SCRIPTS: &[(&str, &str)] = each_script!(texts);
 
 /// A section that a way of playing rightly answers otherwise: script, title (all if empty), reason.
-pub(crate) type Difference = (&'static str, &'static str, &'static str);
+pub type Difference = (&'static str, &'static str, &'static str);
 
 /// Ids of sessions name the node and its start there; they do not count from 1.
 const IDS: &str = "it expects the ids of sessions";
@@ -42,7 +41,7 @@ const BEHIND: &str =
     "every request takes a moment there, so input behind one waits and is no abuse";
 
 /// Sections that are rightly different behind a log.
-pub(crate) const NOT_REPLICATED: &[Difference] = &[
+pub const NOT_REPLICATED: &[Difference] = &[
     ("admin", "end-session ends all of one connection, which is told and closed", IDS),
     ("admin", "end-session of one that waits", IDS),
     ("admin", "end-session of a kept session, for ever (promise 18)", IDS),
@@ -63,14 +62,14 @@ pub(crate) const NOT_REPLICATED: &[Difference] = &[
 ];
 
 /// Whether a section is one of these.
-pub(crate) fn differs(differences: &[Difference], name: &str, section: &Section) -> bool {
+pub fn differs(differences: &[Difference], name: &str, section: &Section) -> bool {
     differences
         .iter()
         .any(|(script, title, _)| *script == name && (title.is_empty() || *title == section.title))
 }
 
 /// Fails if one of these names a section that is not there.
-pub(crate) fn check_differences(differences: &[Difference]) {
+pub fn check_differences(differences: &[Difference]) {
     for (script, title, reason) in differences {
         let known = title.is_empty() || sections(script).1.iter().any(|it| it.title == *title);
         assert!(known && !reason.is_empty(), "{script}: {title}");
@@ -78,15 +77,15 @@ pub(crate) fn check_differences(differences: &[Difference]) {
 }
 
 /// The file of a script, and what is in it.
-pub(crate) fn sections(name: &str) -> (String, Vec<Section>) {
+pub fn sections(name: &str) -> (String, Vec<Section>) {
     let (_, text) = SCRIPTS.iter().find(|(known, _)| *known == name).expect("it is in the list");
     let file = format!("crates/dflockd/tests/scripts/{name}.txt");
-    let sections = script::parse(text).unwrap_or_else(|error| panic!("{file}: {error}"));
+    let sections = steps::parse(text).unwrap_or_else(|error| panic!("{file}: {error}"));
     (file, sections)
 }
 
 /// Plays sections, so many at the same time; fails with a report of each that failed.
-pub(crate) fn play_all(
+pub fn play_all(
     file: &str,
     sections: &[&Section],
     at_once: usize,
