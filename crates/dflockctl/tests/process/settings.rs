@@ -1,8 +1,9 @@
 //! Where the servers are: flags, variables, profiles; tokens and TLS.
 
+use dflockd_testkit::Dir;
 use rcgen::{CertificateParams, KeyPair};
 
-use crate::support::{Ctl, Dir, Server, ctl};
+use crate::command::{Ctl, Server, ctl};
 
 fn with_profiles(dir: &Dir, args: &[&str]) -> Ctl {
     ctl(args).env("XDG_CONFIG_HOME", &dir.name(""))
