@@ -400,7 +400,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// The next event.
+    /// The next event, which must come.
+    #[expect(clippy::should_implement_trait, reason = "the end is a failure")]
     #[track_caller]
     pub fn next(&mut self) -> Event {
         self.hear(LIMIT).unwrap_or_else(|got| panic!("{got:?} instead of an event"))

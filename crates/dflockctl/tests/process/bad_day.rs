@@ -172,8 +172,8 @@ fn certify(dir: &Dir, authority: &Issuer<'_, KeyPair>, days: i64) {
     let ends = now.checked_add_signed(days * 86_400 + 3600).unwrap();
     params.not_before = rcgen::date_time_ymd(2020, 1, 1);
     params.not_after = rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(ends);
-    dir.write("node.pem", &params.signed_by(&key, authority).unwrap().pem());
-    dir.write("node.key", &key.serialize_pem());
+    dir.write("node.pem", params.signed_by(&key, authority).unwrap().pem());
+    dir.write("node.key", key.serialize_pem());
 }
 
 /// What a node tells of its clock, its disk and its certificates is what they are.
@@ -185,7 +185,7 @@ fn a_doctor_sees_clock_disk_and_certificates() {
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "peers");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    dir.write("ca.pem", &params.self_signed(&key).unwrap().pem());
+    dir.write("ca.pem", params.self_signed(&key).unwrap().pem());
     let authority = Issuer::new(params, key);
     certify(&dir, &authority, 100);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

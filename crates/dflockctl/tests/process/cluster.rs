@@ -218,7 +218,7 @@ fn a_backup_is_restored() {
     assert!(said.contains("new cluster") && said.contains("lost:"), "{said}");
     let again = ctl(&args).run();
     assert!(again.code == 1 && again.err.contains("not empty"), "{again:?}");
-    let secret = dir.write("secret", &"5".repeat(40));
+    let secret = dir.write("secret", "5".repeat(40));
     let node = ["--raft-dir", &data, "--node-id", "r1", "--raft-addr", &peer];
     let server = Server::start(&[&node[..], &["--raft-auth-token-file", &secret]].concat());
     eventually("it serves", || {

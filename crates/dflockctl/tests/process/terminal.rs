@@ -34,7 +34,7 @@ fn one_key_press_is_one_signal() {
     let (got, ready, stop) = (dir.name("got"), dir.name("ready"), dir.name("stop"));
     let script = dir.write(
         "script",
-        &format!(
+        format!(
             "trap 'echo INT >> {got}' INT; trap 'echo USR1 >> {got}' USR1; echo $PPID > {ready}; \
              while [ ! -e {stop} ]; do sleep 0.02; done; exit 6"
         ),

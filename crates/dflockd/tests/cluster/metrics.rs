@@ -2,11 +2,10 @@
 //! followers, the lag of time, kept results, bytes of log and snapshot, elections.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 
 use dflockd_testkit::cluster::NAMES;
-use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::http::{Ask, Wire};
 use dflockd_testkit::{Cluster, Turn, eventually};
 use serde_json::json;
 
@@ -29,11 +28,7 @@ impl Site {
     /// All samples of a member, by name and labels.
     #[track_caller]
     fn scrape(&self, at: usize) -> BTreeMap<String, f64> {
-        let mut socket = TcpStream::connect(self.http[at]).unwrap();
-        socket.set_read_timeout(Some(ANSWER)).unwrap();
-        socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
-        let mut page = String::new();
-        socket.read_to_string(&mut page).unwrap();
+        let page = Wire::open(self.http[at], None).ask(&Ask::get("/metrics")).text();
         let samples = page.lines().filter(|line| line.starts_with("dflockd_"));
         let samples = samples.filter_map(|line| line.rsplit_once(' '));
         samples.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()

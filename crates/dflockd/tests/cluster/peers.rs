@@ -10,6 +10,7 @@ use dflockd_engine::replica::transport::handshake::{
     Hello, Identity, Lane, Message, Mode, Version, parse,
 };
 use dflockd_testkit::cluster::{Addresses, NAMES};
+use dflockd_testkit::http::{Ask, Wire};
 use dflockd_testkit::line::ANSWER;
 use dflockd_testkit::peers::Proxy;
 use dflockd_testkit::{Cluster, Turn, eventually};
@@ -22,12 +23,7 @@ const BEFORE: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "1-unsealed");
 const NEXT: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "2");
 
 fn bad_frames(http: SocketAddr) -> f64 {
-    let mut socket = TcpStream::connect(http).unwrap();
-    socket.set_read_timeout(Some(ANSWER)).unwrap();
-    let ask = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-    socket.write_all(ask).unwrap();
-    let mut page = String::new();
-    socket.read_to_string(&mut page).unwrap();
+    let page = Wire::open(http, None).ask(&Ask::get("/metrics")).text();
     let line = page.lines().find_map(|line| line.strip_prefix("dflockd_raft_bad_frames_total "));
     line.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
 }

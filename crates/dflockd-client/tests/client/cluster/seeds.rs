@@ -16,7 +16,7 @@ async fn one_seed_is_enough() {
     let membership = client.membership().unwrap();
     let mut names: Vec<_> = membership.members.iter().map(|it| it.node_id.as_str()).collect();
     names.sort_unstable();
-    assert_eq!(names, NAMES);
+    assert_eq!(names, NAMES[..3]);
     assert_eq!(membership.leader.as_deref(), Some(NAMES[nodes.leader()]));
     let guard = held(&client, "k").await;
     // The seed itself goes.
