@@ -1,20 +1,16 @@
 //! The library against servers: the one in the process, the built binary, and imitations of old ones.
 //!
-//! Every test has servers of its own, on the loopback interface only. `client/support.rs` has the servers and
-//! the proxy that breaks connections.
+//! Every test has servers of its own, on the loopback interface only. `client/proxy.rs` breaks connections.
 
 #[cfg(test)]
 mod client {
     mod cancel;
-    /// Three real processes. `harness.rs` has the members, `proxy.rs` the network between them.
+    /// Three real processes.
     mod cluster {
         mod ends;
         mod failover;
-        mod harness;
         mod moves;
-        #[expect(dead_code, reason = "frames are injected in the tests of the server only")]
-        #[path = "../../../../dflockd/tests/cluster/proxy.rs"]
-        mod proxy;
+        mod nodes;
         mod seeds;
     }
     mod disconnects;
@@ -24,7 +20,8 @@ mod client {
     mod fencing;
     mod guards;
     mod primitives;
+    mod proxy;
+    mod server;
     mod servers;
-    mod support;
     mod tree;
 }

@@ -1,12 +1,13 @@
 //! The built binary as a process: what its clients, its operator and its attackers see of it.
 //!
 //! Every test starts a server of its own on a port that the system chooses and speaks to it over the
-//! loopback interface only. `process/support.rs` has the server and the client of the tests.
+//! loopback interface only.
 
 #[cfg(test)]
 mod process {
     mod answers;
     mod auth;
+    mod both;
     mod bounds;
     mod caps;
     mod contention;
@@ -21,7 +22,6 @@ mod process {
     mod signals;
     mod startup;
     mod subscriptions;
-    mod support;
     mod systemd;
     mod tls;
     mod tokens;

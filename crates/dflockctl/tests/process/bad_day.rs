@@ -9,11 +9,13 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use dflockd_testkit::process::dflockd;
+use dflockd_testkit::{Dir, Ran, eventually, free_address};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use serde_json::Value;
 
-use super::cluster::{Dev, free_port, joiner_with};
-use super::support::{Dir, Ran, Server, ctl, eventually, server_exe};
+use super::cluster::{Dev, joiner_with};
+use super::command::{Server, ctl};
 
 /// The findings of one check that are no good news: node, severity, what was found and what to do.
 fn found(ran: &Ran, check: &str) -> Vec<[String; 4]> {
@@ -84,7 +86,7 @@ fn without_a_majority_every_verb_says_so() {
 fn a_member_that_is_not_there_and_one_of_another_version() {
     let dir = Dir::new();
     let dev = Dev::start(&dir, &[]);
-    let (port, client) = (free_port(), free_port());
+    let (port, client) = (free_address().port(), free_address().port());
     let (peer, address) = (format!("127.0.0.1:{port}"), format!("127.0.0.1:{client}"));
     let added = dev.run(&["cluster", "add", "n4", &peer, &address]);
     assert!(added.out.contains("n4 is a learner"), "{added:?}");
@@ -96,7 +98,7 @@ fn a_member_that_is_not_there_and_one_of_another_version() {
 
     // A program that reads more than the others do: see the variable in the server's sources.
     let newer = ("DFLOCKD_CLUSTER_VERSION_MAX", "3");
-    let port = free_port();
+    let port = free_address().port();
     let new = joiner_with(&dir, &dev, "n5", port, Some(newer));
     let (peer, address) = (format!("127.0.0.1:{port}"), new.address.to_string());
     dev.run(&["cluster", "add", "n5", &peer, &address, "--promote"]);
@@ -170,8 +172,8 @@ fn certify(dir: &Dir, authority: &Issuer<'_, KeyPair>, days: i64) {
     let ends = now.checked_add_signed(days * 86_400 + 3600).unwrap();
     params.not_before = rcgen::date_time_ymd(2020, 1, 1);
     params.not_after = rcgen::date_time_ymd(1970, 1, 1) + Duration::from_secs(ends);
-    dir.write("node.pem", &params.signed_by(&key, authority).unwrap().pem());
-    dir.write("node.key", &key.serialize_pem());
+    dir.write("node.pem", params.signed_by(&key, authority).unwrap().pem());
+    dir.write("node.key", key.serialize_pem());
 }
 
 /// What a node tells of its clock, its disk and its certificates is what they are.
@@ -183,12 +185,12 @@ fn a_doctor_sees_clock_disk_and_certificates() {
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "peers");
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    dir.write("ca.pem", &params.self_signed(&key).unwrap().pem());
+    dir.write("ca.pem", params.self_signed(&key).unwrap().pem());
     let authority = Issuer::new(params, key);
     certify(&dir, &authority, 100);
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let way = listener.local_addr().unwrap().to_string();
-    let peer = format!("127.0.0.1:{}", free_port());
+    let peer = format!("127.0.0.1:{}", free_address().port());
     let file = |name: &str| dir.name(name);
     let (data, cert, key, ca) =
         (file("small/data"), file("node.pem"), file("node.key"), file("ca.pem"));
@@ -248,14 +250,14 @@ fn a_doctor_sees_clock_disk_and_certificates() {
 #[test]
 fn data_directories_are_looked_into_with_care() {
     let dir = Dir::new();
-    let program = server_exe().to_str().unwrap();
+    let program = dflockd().to_str().unwrap();
     let (data, foreign) = (dir.name("data"), dir.name("foreign"));
     dir.write("foreign/notes.txt", "not ours");
     let inspect = |at: &str| ctl(&["inspect-data", at, "--dflockd", program]).run();
     let force = |at: &str, how: &str| {
         ctl(&["cluster", "force-new", "--raft-dir", at, how, "--dflockd", program]).run()
     };
-    let peer = format!("127.0.0.1:{}", free_port());
+    let peer = format!("127.0.0.1:{}", free_address().port());
     let args = ["--raft-dir", &data, "--node-id", "a", "--raft-addr", &peer, "--cluster-bootstrap"];
     let server = Server::start(&[&args[..], &["--admin-token", "token"]].concat());
     eventually("it serves", || {
@@ -308,7 +310,7 @@ fn data_directories_are_looked_into_with_care() {
 #[test]
 fn a_dev_cluster_says_why_it_ends() {
     let dir = Dir::new();
-    let program = server_exe().to_str().unwrap();
+    let program = dflockd().to_str().unwrap();
     ctl(&["dev-cluster", "--dflockd", "/nonexistent/dflockd"]).run().refused(127, "--dflockd");
     let place = dir.name("dev");
     let args = ["dev-cluster", "--nodes", "1", "--dir", &place, "--dflockd", program, "--"];

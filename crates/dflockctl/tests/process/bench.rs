@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::support::{Server, ctl};
+use crate::command::{Server, ctl};
 
 #[test]
 fn two_servers_are_compared() {

@@ -3,22 +3,24 @@
 use std::fs;
 use std::path::Path;
 
+use dflockd_testkit::process::{dflockd, signal};
+use dflockd_testkit::{Dir, Process, Ran, command, eventually, free_address};
 use serde_json::Value;
 
-use super::support::{Ctl, Dir, Ran, Running, Server, ctl, eventually, server_exe};
+use super::command::{Ctl, Server, ctl};
 
 /// A cluster that runs as long as this is there.
 pub(super) struct Dev {
-    pub(super) running: Running,
+    pub(super) running: Process,
     told: Value,
 }
 
 impl Dev {
     pub(super) fn start(dir: &Dir, flags: &[&str]) -> Self {
-        let (program, place) = (server_exe().to_str().unwrap(), dir.name("dev"));
+        let (program, place) = (dflockd().to_str().unwrap(), dir.name("dev"));
         let args = ["dev-cluster", "--json", "--dir", &place, "--dflockd", program, "--"];
         let running = ctl(&[&args[..], &["--election-timeout-ms", "500"], flags].concat()).spawn();
-        running.wait_for_output("\n");
+        running.wait_for_out("\n");
         let told = serde_json::from_str(&running.output()).expect("it prints JSON");
         Self { running, told }
     }
@@ -49,7 +51,7 @@ impl Dev {
     #[track_caller]
     pub(super) fn kill(&self, dir: &Dir, node: &str) {
         Self::signal(dir, node, "KILL");
-        self.running.wait_for_errors(&format!("{node} has ended"));
+        self.running.wait_for_err(&format!("{node} has ended"));
     }
 
     #[track_caller]
@@ -60,7 +62,7 @@ impl Dev {
             line.split(|byte| *byte == 0).any(|word| word == data.as_bytes())
         });
         let pid = pid.unwrap().file_name().into_string().unwrap();
-        super::support::signal(pid.parse().unwrap(), name);
+        signal(pid.parse().unwrap(), name);
     }
 
     /// Ends it as Ctrl-C would.
@@ -130,13 +132,9 @@ pub(super) fn joiner_with(
     let (place, name) = (["--raft-dir", &data], ["--node-id", node]);
     let (peer, secret) =
         (["--raft-addr", &peer], ["--raft-auth-token-file", secret.to_str().unwrap()]);
-    Server::start_with(0, &[place, name, peer, secret].concat(), variable)
-}
-
-/// A port that nobody listens on.
-pub(super) fn free_port() -> u16 {
-    let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().port()
+    let mut command = command(&[place, name, peer, secret].concat());
+    command.envs(variable);
+    Server::launch(command)
 }
 
 #[test]
@@ -144,7 +142,7 @@ fn a_dead_node_is_replaced() {
     let dir = Dir::new();
     let dev = Dev::start(&dir, &[]);
     dev.run(&["kv", "set", "key", "value"]);
-    let port = free_port();
+    let port = free_address().port();
     let new = joiner(&dir, &dev, "n4", port);
     let (peer, clients) = (format!("127.0.0.1:{port}"), new.address.to_string());
     let added = dev.json(&["cluster", "add", "n4", &peer, &clients, "--promote"]);
@@ -158,7 +156,7 @@ fn a_dead_node_is_replaced() {
     let value = ctl(&["kv", "get", "key"]).env("DFLOCKD_SERVERS", &clients).run().expect(0);
     assert_eq!(value.out, "value\n");
     // The one that was removed has ended by itself, and this does not end the others.
-    dev.running.wait_for_errors("n3 has ended");
+    dev.running.wait_for_err("n3 has ended");
     dev.end();
 }
 
@@ -212,15 +210,15 @@ fn a_backup_is_restored() {
     assert!(dev.json(&["backup", &file])["bytes"].as_u64() > Some(100));
     dev.ctl(&["backup", "/nonexistent/file"]).run().refused(1, "can not write");
     dev.end();
-    let (data, program) = (dir.name("restored"), server_exe().to_str().unwrap().to_owned());
-    let peer = format!("127.0.0.1:{}", free_port());
+    let (data, program) = (dir.name("restored"), dflockd().to_str().unwrap().to_owned());
+    let peer = format!("127.0.0.1:{}", free_address().port());
     let args = ["restore", &file, "--raft-dir", &data, "--node-id", "r1", "--raft-addr", &peer];
     let args = [&args[..], &["--dflockd", &program]].concat();
     let said = ctl(&args).run().expect(0).out;
     assert!(said.contains("new cluster") && said.contains("lost:"), "{said}");
     let again = ctl(&args).run();
     assert!(again.code == 1 && again.err.contains("not empty"), "{again:?}");
-    let secret = dir.write("secret", &"5".repeat(40));
+    let secret = dir.write("secret", "5".repeat(40));
     let node = ["--raft-dir", &data, "--node-id", "r1", "--raft-addr", &peer];
     let server = Server::start(&[&node[..], &["--raft-auth-token-file", &secret]].concat());
     eventually("it serves", || {
@@ -239,7 +237,7 @@ fn a_backup_is_restored() {
 fn a_new_cluster_is_prepared() {
     let dir = Dir::new();
     let out = dir.name("out");
-    let ports: Vec<u16> = (0..6).map(|_| free_port()).collect();
+    let ports: Vec<u16> = (0..6).map(|_| free_address().port()).collect();
     let node =
         |at: usize| format!("m{at}=127.0.0.1:{}@127.0.0.1:{}", ports[2 * at], ports[2 * at + 1]);
     let (nodes, config) = ([node(0), node(1), node(2)], format!("{out}/{{node}}"));
@@ -264,12 +262,12 @@ fn a_new_cluster_is_prepared() {
 
     let mut servers = Vec::new();
     for at in 0..3 {
-        let mut command = std::process::Command::new(server_exe());
+        let mut command = std::process::Command::new(dflockd());
         for line in dir.read(&format!("out/m{at}/dflockd.env")).lines() {
             let (name, value) = line.split_once('=').unwrap();
             command.env(name, value);
         }
-        servers.push(Running::of(command));
+        servers.push(Process::spawn(command));
     }
     let address = format!("127.0.0.1:{}", ports[1]);
     let status = || {
@@ -291,7 +289,7 @@ fn a_new_cluster_is_prepared() {
     let before = dir.read("out/m3/raft-cert.pem");
     ctl(&["cluster", "cert", "m3", "--dir", &out, "--renew"]).run().expect(0);
     assert_ne!(dir.read("out/m3/raft-cert.pem"), before);
-    let (peer, file) = (free_port(), |name: &str| dir.name(&format!("out/{name}")));
+    let (peer, file) = (free_address().port(), |name: &str| dir.name(&format!("out/{name}")));
     let flags = [
         ("--raft-dir", dir.name("data-m3")),
         ("--node-id", "m3".to_owned()),

@@ -1,6 +1,8 @@
 //! Many command lines, one lock.
 
-use crate::support::{Dir, Server};
+use dflockd_testkit::Dir;
+
+use crate::command::Server;
 
 #[test]
 fn two_never_overlap() {

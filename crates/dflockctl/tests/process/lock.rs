@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::{Dir, Server, Wire, ctl, eventually};
+use dflockd_testkit::{Dir, eventually};
+
+use crate::command::{Server, ctl};
+use crate::wire::Wire;
 
 #[test]
 fn the_status_of_the_program_is_passed_on() {
@@ -26,7 +29,7 @@ fn the_program_knows_its_lock() {
     for verb in ["lock", "rlock", "wlock", "elect"] {
         let key = format!("{verb}/k");
         let mut running = server.ctl(&[verb, &key, "--", "sh", "-c", script]).spawn();
-        running.wait_for_output("\n");
+        running.wait_for_out("\n");
         let shown = server.shown(&key);
         let holder = &shown["holders"][0];
         running.write(b"input\n");
@@ -144,7 +147,7 @@ fn a_program_that_a_signal_ends() {
     server.wait_for_holders("k", 1);
     // The lock is held a moment before the program runs, and a signal would then find nobody.
     eventually("the program runs", || {
-        let children = format!("/proc/{0}/task/{0}/children", running.id());
+        let children = format!("/proc/{0}/task/{0}/children", running.pid());
         let child = std::fs::read_to_string(children).ok().filter(|ids| !ids.is_empty())?;
         let name = std::fs::read_to_string(format!("/proc/{}/comm", child.trim())).ok()?;
         (name.trim() == "sleep").then_some(())

@@ -1,6 +1,6 @@
 //! Looking at servers.
 
-use crate::support::{Server, ctl};
+use crate::command::{Server, ctl};
 
 #[test]
 fn keys_and_their_holders() {

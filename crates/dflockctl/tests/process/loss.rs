@@ -2,7 +2,10 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::support::{Dir, Running, Server, eventually, is_alive};
+use dflockd_testkit::process::is_alive;
+use dflockd_testkit::{Dir, Process, eventually};
+
+use crate::command::Server;
 
 fn now_ns() -> u128 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()
@@ -17,7 +20,7 @@ fn clock(dir: &Dir, trap: &str) -> String {
     )
 }
 
-fn start(server: &Server, dir: &Dir, args: &[&str], trap: &str) -> Running {
+fn start(server: &Server, dir: &Dir, args: &[&str], trap: &str) -> Process {
     let script = clock(dir, trap);
     let args = [&["lock", "k"][..], args, &["--", "sh", "-c", &script]].concat();
     let running = server.ctl(&args).spawn();
@@ -127,7 +130,7 @@ fn warned_only() {
     let fence = server.shown("k")["holders"][0]["fence"].as_str().unwrap().to_owned();
     let force = ["force-release", "k", &fence, "--reason", "test"];
     server.ctl(&force).env("DFLOCKD_ADMIN_TOKEN", "admin").run().expect(0);
-    running.wait_for_errors("the program goes on");
+    running.wait_for_err("the program goes on");
     running.close_input();
     let ran = running.end().expect(76);
     assert_eq!(ran.out, "finished\n");

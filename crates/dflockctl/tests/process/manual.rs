@@ -1,6 +1,8 @@
 //! Completions, manual pages, help.
 
-use crate::support::{Dir, ctl};
+use dflockd_testkit::Dir;
+
+use crate::command::ctl;
 
 #[test]
 fn completions() {

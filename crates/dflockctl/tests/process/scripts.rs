@@ -1,6 +1,8 @@
 //! Locks that outlive the process that took them.
 
-use crate::support::{Server, eventually};
+use dflockd_testkit::eventually;
+
+use crate::command::Server;
 
 #[test]
 fn acquired_here_released_there() {
@@ -114,7 +116,7 @@ fn an_interrupted_wait_leaves_nothing_behind() {
     server.wait_for_waiters("k", 1);
     // The place was there before; it waits when the session has moved to it.
     eventually("it waits", || {
-        (server.shown("k")["queue"][0]["client"].as_str()?.ends_with(&waiting.id().to_string()))
+        (server.shown("k")["queue"][0]["client"].as_str()?.ends_with(&waiting.pid().to_string()))
             .then_some(())
     });
     waiting.signal("TERM");

@@ -1,8 +1,9 @@
 //! Where the servers are: flags, variables, profiles; tokens and TLS.
 
+use dflockd_testkit::Dir;
 use rcgen::{CertificateParams, KeyPair};
 
-use crate::support::{Ctl, Dir, Server, ctl};
+use crate::command::{Ctl, Server, ctl};
 
 fn with_profiles(dir: &Dir, args: &[&str]) -> Ctl {
     ctl(args).env("XDG_CONFIG_HOME", &dir.name(""))
@@ -100,8 +101,8 @@ fn tls() {
     let dir = Dir::new();
     let key = KeyPair::generate().unwrap();
     let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-    let cert = dir.write("cert.pem", &params.self_signed(&key).unwrap().pem());
-    let key = dir.write("key.pem", &key.serialize_pem());
+    let cert = dir.write("cert.pem", params.self_signed(&key).unwrap().pem());
+    let key = dir.write("key.pem", key.serialize_pem());
     let server = Server::start(&["--tls-cert", &cert, "--tls-key", &key]);
     let at = format!("localhost:{}", server.address.port());
     let run = |args: &[&str], variables: &[(&str, &str)]| {
@@ -112,7 +113,7 @@ fn tls() {
     run(&["--tls-ca", &cert], &[]).expect(0);
     run(&[], &[("DFLOCKD_TLS_CA", &cert)]).expect(0);
     run(&["--tls"], &[("DFLOCKD_TLS_CA", &cert)]).expect(0);
-    dir.write("dflockd/profiles.toml", &format!("[profile.p]\ntls_ca = \"{cert}\"\n"));
+    dir.write("dflockd/profiles.toml", format!("[profile.p]\ntls_ca = \"{cert}\"\n"));
     run(&["--profile", "p"], &[]).expect(0);
     // Another certificate, none, and no certificates at all.
     let other = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();

@@ -2,16 +2,19 @@
 
 use std::process::Command;
 
-use crate::support::{Dir, EXE, Running, Server, signal};
+use dflockd_testkit::process::signal;
+use dflockd_testkit::{Dir, Process};
+
+use crate::command::{EXE, Server};
 
 /// Runs a shell command on a terminal of its own.
-fn on_terminal(server: &Server, command: &str) -> Running {
+fn on_terminal(server: &Server, command: &str) -> Process {
     let mut script = Command::new("script");
     let command = format!("stty rows 30 cols 120; exec {command}");
     script.args(["-q", "-f", "-e", "-c", &command, "/dev/null"]);
     script.env("DFLOCKD_SERVERS", server.address.to_string()).env("TERM", "xterm");
     script.env("SHELL", "/bin/sh").env_remove("NO_COLOR");
-    Running::of(script)
+    Process::spawn(script)
 }
 
 #[test]
@@ -20,7 +23,7 @@ fn the_place_in_the_queue() {
     let ran = server.ctl(&["acquire", "k", "--lease", "60s", "--name", "holder"]).run().expect(0);
     let token = ran.out.split(' ').next().unwrap().to_owned();
     let waiter = on_terminal(&server, &format!("{EXE} lock k -- echo got it"));
-    waiter.wait_for_output("waiting for k, place 1 of 1, held by holder for ");
+    waiter.wait_for_out("waiting for k, place 1 of 1, held by holder for ");
     server.ctl(&["release", "k", &token]).run().expect(0);
     assert!(waiter.end().expect(0).out.contains("got it"));
 }
@@ -31,7 +34,7 @@ fn one_key_press_is_one_signal() {
     let (got, ready, stop) = (dir.name("got"), dir.name("ready"), dir.name("stop"));
     let script = dir.write(
         "script",
-        &format!(
+        format!(
             "trap 'echo INT >> {got}' INT; trap 'echo USR1 >> {got}' USR1; echo $PPID > {ready}; \
              while [ ! -e {stop} ]; do sleep 0.02; done; exit 6"
         ),
@@ -62,14 +65,14 @@ fn top_leaves_the_terminal_as_it_was() {
     let server = Server::start(&[]);
     server.ctl(&["acquire", "first-key", "--lease", "60s"]).run().expect(0);
     let mut top = on_terminal(&server, &format!("{EXE} top --interval 50ms"));
-    top.wait_for_output("first-key");
+    top.wait_for_out("first-key");
     server.ctl(&["acquire", "second-key", "--lease", "60s"]).run().expect(0);
-    top.wait_for_output("second-key");
+    top.wait_for_out("second-key");
     top.write(b"s");
-    top.wait_for_output("longest");
+    top.wait_for_out("longest");
     top.write(b"/none\r");
     // Only what changes is drawn; this part was blank before.
-    top.wait_for_output("(none)");
+    top.wait_for_out("(none)");
     top.write(b"q");
     let ran = top.end().expect(0);
     assert!(ran.out.contains("\u{1b}[?1049h") && ran.out.contains("\u{1b}[?1049l"), "{ran:?}");

@@ -1,6 +1,8 @@
 //! Values, lists, barriers, signals and changes.
 
-use crate::support::{Server, eventually};
+use dflockd_testkit::eventually;
+
+use crate::command::Server;
 
 #[test]
 fn key_values() {
@@ -83,19 +85,19 @@ fn signals_and_listeners() {
     let mut group = server.ctl(&["listen", "news.*", "--group", "g", "--json"]).spawn();
     let send = |payload: &str| server.ctl(&["signal", "news.local", payload]).run();
     eventually("both listen", || (send("hello there").expect(0).out == "2\n").then_some(()));
-    plain.wait_for_output("news.local hello there\n");
-    group.wait_for_output("{\"channel\":\"news.local\",\"payload\":\"hello there\"}\n");
+    plain.wait_for_out("news.local hello there\n");
+    group.wait_for_out("{\"channel\":\"news.local\",\"payload\":\"hello there\"}\n");
     let sent = server.json(&["signal", "news.local", "again", "--json"]);
     assert_eq!(sent["deliveries"], 2);
     for listener in [&mut plain, &mut group] {
-        listener.wait_for_output("again");
+        listener.wait_for_out("again");
         listener.signal("INT");
         listener.wait_for_end();
     }
     let counted = server.ctl(&["listen", "news.local", "--count", "1"]).spawn();
     eventually("it has heard one", || {
         send("last").expect(0);
-        counted.is_ended().then_some(())
+        counted.is_silent().then_some(())
     });
     assert_eq!(counted.end().expect(0).out, "news.local last\n");
     server.ctl(&["signal", "news.*", "x"]).run().expect(1);
@@ -117,11 +119,11 @@ fn changes() {
         watch.output().contains("kset     w.k").then_some(())
     });
     server.ctl(&["lock", "w.l", "--", "true"]).run().expect(0);
-    watch.wait_for_output("acquire  w.l");
-    watch.wait_for_output("release  w.l");
+    watch.wait_for_out("acquire  w.l");
+    watch.wait_for_out("release  w.l");
     eventually("the other has seen one too", || {
         server.ctl(&["kv", "set", "w.k", "1"]).run().expect(0);
-        json.is_ended().then_some(())
+        json.is_silent().then_some(())
     });
     assert!(json.end().expect(0).out.contains("{\"event\":\"kset\",\"key\":\"w.k\"}"));
     watch.signal("INT");

@@ -7,10 +7,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, OnDisconnect};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::{LIMIT, millis};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::support::{Either, LIMIT, LONG, Process, Proxy, crowded, eventually, millis, soon};
+use super::proxy::Proxy;
+use super::server::{Either, LONG, Process, crowded};
 
 /// Polls a future so often, then drops it. None if it was not ready by then.
 struct DropAfter<F> {
@@ -118,7 +121,7 @@ async fn dropped_at_every_point_while_it_waits() {
                     if waiting.is_finished() {
                         return Some(());
                     }
-                    (super::support::crowd(&other, key).await == (1, 1)).then_some(())
+                    (super::server::crowd(&other, key).await == (1, 1)).then_some(())
                 };
                 eventually("it waits", seen).await;
                 drop(held);
@@ -407,7 +410,7 @@ async fn dropped_while_it_waits_over_grpc() {
             tokio::spawn(async move { lock.acquire_timeout(WAIT).await })
         })
         .collect();
-    let many = async || (super::support::crowd(&other, "lock").await.1 >= 500).then_some(());
+    let many = async || (super::server::crowd(&other, "lock").await.1 >= 500).then_some(());
     eventually("a crowd", many).await;
     crowd.iter().for_each(tokio::task::JoinHandle::abort);
     crowded(&other, "lock", (1, 0)).await;

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, LeaderEvent, Lost, OnDisconnect, testing};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::{LIMIT, millis};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::support::{
-    LIMIT, LONG, Process, Proxy, SLACK, crowd, crowded, eventually, millis, soon,
-};
+use super::proxy::Proxy;
+use super::server::{LONG, Process, SLACK, crowd, crowded};
 
 async fn held(client: &Client, key: &str, lease: Duration) -> Guard {
     client.lock(key).lease(lease).try_acquire().await.unwrap().expect("it is free")

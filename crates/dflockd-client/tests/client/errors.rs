@@ -1,32 +1,13 @@
 //! TLS, authentication, and what errors say about a request.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, ErrorCode, OnDisconnect, Transport};
-use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::CertificateDer;
-use rustls::pki_types::pem::PemObject;
-use rustls::{ClientConfig, RootCertStore};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::{Dir, Pair, millis};
 
-use super::support::{Dir, LONG, Process, Proxy, crowded, eventually, millis, soon};
-
-/// A certificate for this machine, and its key.
-fn certificate() -> (String, String) {
-    let key = KeyPair::generate().unwrap();
-    let names = vec!["localhost".to_owned(), "127.0.0.1".to_owned()];
-    let certificate = CertificateParams::new(names).unwrap().self_signed(&key).unwrap();
-    (certificate.pem(), key.serialize_pem())
-}
-
-fn trusting(certificate: &str) -> Arc<ClientConfig> {
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(certificate.as_bytes()).unwrap()).unwrap();
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider);
-    let builder = builder.with_safe_default_protocol_versions().unwrap();
-    Arc::new(builder.with_root_certificates(roots).with_no_client_auth())
-}
+use super::proxy::Proxy;
+use super::server::{LONG, Process, crowded};
 
 fn error<T>(outcome: Result<T, Error>) -> Error {
     outcome.map(|_| ()).expect_err("it fails")
@@ -34,16 +15,14 @@ fn error<T>(outcome: Result<T, Error>) -> Error {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tls_and_a_token() {
-    let (certificate, key) = certificate();
-    let (other, _) = self::certificate();
-    let dir = Dir::new();
-    let (cert, key) = (dir.write("cert.pem", &certificate), dir.write("key.pem", &key));
-    let flags = ["--auth-token", "s3cret", "--tls-cert", &cert, "--tls-key", &key];
+    let (pair, other, dir) = (Pair::new(), Pair::new(), Dir::new());
+    let [cert, key] = pair.flags(&dir);
+    let flags = ["--auth-token", "s3cret", &cert, &key];
     let (server, grpc) = Process::start_with_grpc(&flags);
     for (transport, address) in [(Transport::Lines, server.address), (Transport::Grpc, grpc)] {
         let key = format!("{transport:?}");
         let plain = || Client::builder().transport(transport).server(address.to_string());
-        let builder = || plain().tls(trusting(&certificate));
+        let builder = || plain().tls(pair.client());
 
         let client = builder().auth_token("s3cret").connect().await.unwrap();
         let guard = client.lock(key.as_str()).try_acquire().await.unwrap().unwrap();
@@ -59,7 +38,7 @@ async fn tls_and_a_token() {
         assert!(!Error::Auth.may_have_applied() && !Error::Auth.may_retry());
         assert_eq!(error(builder().connect().await), Error::Auth);
 
-        let distrusting = plain().tls(trusting(&other)).auth_token("s3cret");
+        let distrusting = plain().tls(other.client()).auth_token("s3cret");
         let distrusted = error(distrusting.connect().await);
         assert!(matches!(distrusted, Error::Unreachable { .. }), "{distrusted}");
         assert!(!distrusted.may_have_applied());

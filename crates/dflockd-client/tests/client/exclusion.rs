@@ -5,11 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, Guard, Instant, OnDisconnect};
+use dflockd_testkit::eventually::tasks::soon;
+use dflockd_testkit::millis;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use super::support::{Process, Proxy, millis, soon};
+use super::proxy::Proxy;
+use super::server::Process;
 
 const LEASE: Duration = Duration::from_millis(400);
 const WORK: Duration = Duration::from_secs(12);

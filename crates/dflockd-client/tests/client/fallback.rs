@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, Lost};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::{LIMIT, millis};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use super::support::{LIMIT, LONG, Process, SLACK, crowd, crowded, eventually, millis, soon};
+use super::server::{LONG, Process, SLACK, crowd, crowded};
 
 /// What it does with a greeting.
 #[derive(Clone, Copy, Debug)]

@@ -5,9 +5,12 @@ use std::sync::Mutex;
 
 use dflockd_client::fencing::{FenceGuard, MemoryFences, Stale, object, sql};
 use dflockd_client::testing;
+use dflockd_testkit::Dir;
+use dflockd_testkit::eventually::tasks::soon;
+use dflockd_testkit::process::example;
 use rusqlite::{Connection, OptionalExtension, params};
 
-use super::support::{Dir, Process, example, soon};
+use super::server::Process;
 
 /// The fences of three successive holders of one key.
 async fn fences() -> [u64; 3] {

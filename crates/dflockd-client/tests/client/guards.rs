@@ -8,12 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, Lost, testing};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::millis;
+use dflockd_testkit::process::{Reaper, example};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader as AsyncReader};
 use tokio::net::{TcpListener, TcpStream};
 
-use super::support::{
-    LONG, Process, Proxy, Reaper, SLACK, crowd, crowded, eventually, example, millis, soon,
-};
+use super::proxy::Proxy;
+use super::server::{LONG, Process, SLACK, crowd, crowded};
 
 /// What a client may rely on of a lease.
 fn validity(lease: Duration) -> Duration {

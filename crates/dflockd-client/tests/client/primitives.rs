@@ -3,8 +3,10 @@
 use std::time::Duration;
 
 use dflockd_client::{Change, Error, ErrorCode, Guard, Instant, LeaderEvent, Lost, Signal};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::{LIMIT, millis};
 
-use super::support::{Either, LIMIT, LONG, Process, crowd, crowded, eventually, millis, soon};
+use super::server::{Either, LONG, Process, crowd, crowded};
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T, Error>) -> ErrorCode {
     match outcome {

@@ -1,8 +1,9 @@
 //! Several servers that share the keys.
 
 use dflockd_client::{Client, shard};
+use dflockd_testkit::eventually::tasks::soon;
 
-use super::support::{LONG, Process, crowd, soon};
+use super::server::{LONG, Process, crowd};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn keys_go_to_their_servers() {

@@ -3,9 +3,10 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
+use dflockd_testkit::{LIMIT, eventually};
+
 use super::chromium::{Browser, MOMENT};
 use super::scene::Scene;
-use super::support::{LIMIT, eventually};
 use super::views::no_secret_is_kept;
 
 const TOKEN: &str = "t0ken-of-the-api";

@@ -12,9 +12,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::process::Reaper;
+use dflockd_testkit::{Dir, LIMIT, millis};
 use serde_json::{Value, json};
-
-use super::support::{Dir, LIMIT, Reaper, millis};
 
 const NAMES: [&str; 4] = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"];
 

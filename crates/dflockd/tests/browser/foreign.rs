@@ -5,11 +5,11 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::thread;
 
+use dflockd_testkit::Client;
 use serde_json::{Value, json};
 
 use super::chromium::Browser;
 use super::scene::Scene;
-use super::support::Client;
 
 /// A name of somebody else that resolves to the loopback address, as after DNS rebinding.
 const REBOUND: &str = "evil.example";

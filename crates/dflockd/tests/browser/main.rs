@@ -5,25 +5,12 @@
 //! environment they fail. On Debian: `apt-get install chromium`. `DFLOCKD_SCREENSHOTS=1` also makes the pictures in
 //! `docs/images`.
 
-#[cfg(test)]
+#![cfg(test)]
+
 mod access;
-#[cfg(test)]
 mod chromium;
-#[cfg(test)]
 mod foreign;
-#[cfg(test)]
-#[path = "../cluster/harness.rs"]
-#[expect(dead_code, reason = "shared with the tests of the cluster, which need more of it")]
-mod harness;
-#[cfg(test)]
 mod pictures;
-#[cfg(test)]
 mod reach;
-#[cfg(test)]
 mod scene;
-#[cfg(test)]
-#[path = "../process/support.rs"]
-#[expect(dead_code, reason = "shared with the tests of the process, which need more of it")]
-mod support;
-#[cfg(test)]
 mod views;

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use dflockd_testkit::{Client, millis};
+
 use super::chromium::Browser;
 use super::scene::Scene;
-use super::support::{Client, millis};
 
 /// Long enough for the sparklines to have a past.
 const TRAFFIC: Duration = Duration::from_secs(40);

@@ -14,7 +14,7 @@ const VIEWS: [&str; 7] = [
 ];
 
 /// A server with something in every view.
-fn furnished() -> (Scene, Vec<super::support::Client>) {
+fn furnished() -> (Scene, Vec<dflockd_testkit::Client>) {
     let scene = Scene::start(&["--admin-token", "adm1n"]);
     let (ada, _) = scene.holder("ada", "orders.invoice", 600);
     let (joe, _) = scene.holder("joe", &"x".repeat(88), 600);

@@ -1,9 +1,8 @@
 //! A server with an HTTP door and people around it.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 
-use super::harness;
-use super::support::{self, Client, Server, fence};
+use dflockd_testkit::{Client, Server, fence};
 
 /// A running server.
 pub(super) struct Scene {
@@ -13,24 +12,13 @@ pub(super) struct Scene {
 
 impl Scene {
     pub(super) fn start(args: &[&str]) -> Self {
-        let mut tries = 0;
-        loop {
-            // The system cannot choose this port: 0 means that there is no HTTP.
-            let http = harness::free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
-            match Self::start_at(http, args) {
-                Ok(scene) => return scene,
-                Err(error) => {
-                    tries += 1;
-                    let taken = error.to_lowercase().contains("in use");
-                    assert!(taken && tries < 5, "{error}");
-                }
-            }
-        }
+        let (server, http) = Server::start_with_door("--http-port", args);
+        Self { server, http }
     }
 
     /// With its HTTP door at a given address.
     pub(super) fn start_at(http: SocketAddr, args: &[&str]) -> Result<Self, String> {
-        let mut command = support::command(args);
+        let mut command = dflockd_testkit::command(args);
         command.args(["--http-port", &http.port().to_string()]);
         Server::try_launch(command).map(|server| Self { server, http })
     }

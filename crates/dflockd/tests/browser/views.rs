@@ -2,10 +2,10 @@
 
 use std::thread;
 
+use dflockd_testkit::{Cluster, Heard, Turn};
+
 use super::chromium::{Browser, MOMENT};
-use super::harness::{self, Cluster, Turn};
 use super::scene::Scene;
-use super::support::Heard;
 
 const ADMIN: [&str; 2] = ["--admin-token", "adm1n-s3cret"];
 
@@ -321,15 +321,12 @@ fn names_of_strangers_are_only_names() {
 fn a_cluster_shows_its_members_and_its_leader() {
     let Some(mut browser) = Browser::start() else { return };
     let flags = ["--election-timeout-ms", "500"];
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, <[_]>::to_vec);
-    let door = harness::free_addresses(std::net::Ipv4Addr::LOCALHOST, 1)[0];
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
+    let door = dflockd_testkit::free_address();
     let http = ["--http-port".to_owned(), door.port().to_string()];
     cluster.nodes[0].flags.extend(http);
     cluster.nodes[0].flags.extend(["--http-host".to_owned(), "127.0.0.1".to_owned()]);
-    for node in &mut cluster.nodes {
-        node.start();
-    }
-    cluster.wait_until_ready();
+    cluster.start_all();
     let leader = cluster.nodes[cluster.leader()].name.clone();
     browser.open(&format!("http://{door}/ui/"));
     browser.until_text(".panel .facts", &format!("leader {leader}"));

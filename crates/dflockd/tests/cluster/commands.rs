@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::harness::{
-    ANSWER, CALM_MS, Client, Cluster, Heard, Turn, entry, eventually, fence, granted, millis,
-};
+use dflockd_testkit::cluster::CALM_MS;
+use dflockd_testkit::line::{ANSWER, entry};
+use dflockd_testkit::{Client, Cluster, Heard, Turn, eventually, fence, granted, millis};
 
 /// Sends a request whose effect others are asked about next.
-fn settle(cluster: &Cluster, list: &str, key: &str, waiters: u64) {
-    cluster.connect(0).wait_for_waiters(list, key, waiters);
+fn settle(cluster: &Cluster, key: &str, waiters: u64) {
+    cluster.connect(0).wait_for_waiters(key, waiters);
 }
 
 /// All that one client can do, on one member; `other` is a client of another one.
@@ -17,12 +17,12 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
     let key = |name: &str| format!("{p}.{name}");
     client.check("ping", "_", "", "ok");
     client.check("barrier", "_", "", "ok");
-    assert!(client.stats(ANSWER).is_some_and(|stats| stats["cluster"]["node_id"].is_string()));
+    assert!(client.stats()["cluster"]["node_id"].is_string());
 
     // Locks: in one round, with a waiter elsewhere.
     let token = client.lock(&key("l"), "0 30");
     other.begin("l", &key("l"), "20 30");
-    settle(cluster, "locks", &key("l"), 1);
+    settle(cluster, &key("l"), 1);
     client.check("n", &key("l"), &format!("{token} 20"), "ok 20");
     client.check("r", &key("l"), &token, "ok");
     let next = granted(&other.line());
@@ -37,7 +37,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
     other.check("w", &key("e"), "0", "error_not_enqueued");
     other.check("e", &key("e"), "30", "queued");
     other.begin("w", &key("e"), "20");
-    settle(cluster, "locks", &key("e"), 1);
+    settle(cluster, &key("e"), 1);
     client.check("r", &key("e"), &token, "ok");
     let next = granted(&other.line());
     other.check("r", &key("e"), &next, "ok");
@@ -48,7 +48,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
     other.check("sw", &key("s"), "0", &format!("ok {second} 30"));
     other.check("sl", &key("s"), "0 3", "error_limit_mismatch");
     other.begin("sl", &key("s"), "20 2 30");
-    settle(cluster, "semaphores", &key("s"), 1);
+    settle(cluster, &key("s"), 1);
     client.check("sn", &key("s"), &format!("{first} 9"), "ok 9");
     client.check("sr", &key("s"), &first, "ok");
     let third = granted(&other.line());
@@ -61,7 +61,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
     assert!(other.ask("rw", &key("rw"), "0").starts_with(&format!("ok {second} 30")));
     other.check("we", &key("rw"), "30", "queued");
     other.begin("ww", &key("rw"), "20");
-    settle(cluster, "rw_locks", &key("rw"), 1);
+    settle(cluster, &key("rw"), 1);
     assert!(client.ask("rn", &key("rw"), &format!("{reader} 30")).starts_with("ok 30"));
     client.check("rr", &key("rw"), &reader, "ok");
     client.check("rr", &key("rw"), &second, "ok");
@@ -122,7 +122,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
         client.check(pop, &key("b"), "0", "nil");
         client.begin(pop, &key("b"), "20");
         eventually("the popper waits", || {
-            let stats = other.stats(ANSWER)?;
+            let stats = other.try_stats(ANSWER)?;
             let lists = entry(&stats, "lists", &key("b"))?;
             (lists["pop_waiters"] == 1).then_some(())
         });
@@ -131,7 +131,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
     }
     client.begin("bwait", &key("bar"), "2 20");
     eventually("the first has arrived", || {
-        let stats = other.stats(ANSWER)?;
+        let stats = other.try_stats(ANSWER)?;
         entry(&stats, "barriers", &key("bar")).map(drop)
     });
     other.check("bwait", &key("bar"), "3 0", "error_barrier_count_mismatch");
@@ -197,7 +197,7 @@ fn a_queue_group_over_three_nodes_gets_each_signal_once() {
     // One leaves, and the rest goes to those who stay.
     drop(members.remove(0));
     eventually("it has left", || {
-        let stats = senders[0].stats(ANSWER)?;
+        let stats = senders[0].try_stats(ANSWER)?;
         let channels = stats["signal_channels"].as_array()?;
         let crew = channels.iter().find(|channel| channel["group"] == "crew")?;
         (crew["listeners"] == 2).then_some(())
@@ -256,7 +256,7 @@ fn followers_redirect_if_told_to() {
         }
         client.check("ping", "_", "", "ok");
         client.check("stable-ref", "me", "", "ok");
-        assert!(client.stats(ANSWER).is_some());
+        client.stats();
         client.check("hello", "late", "", "error");
         let mut client = cluster.connect(follower);
         client.check("hello", "me", "fence", "ok fence");
@@ -295,10 +295,10 @@ fn an_operator_can_end_holds_and_sessions_of_other_nodes() {
     let second = holder.lock("second", "0 60");
     let mut waiter = cluster.connect(1);
     waiter.begin("l", "second", "20 60");
-    settle(&cluster, "locks", "second", 1);
+    settle(&cluster, "second", 1);
     let mut operator = cluster.connect(2);
     let id = eventually("the node has it", || {
-        let stats = operator.stats(ANSWER)?;
+        let stats = operator.try_stats(ANSWER)?;
         entry(&stats, "locks", "second")?["owner_conn_id"].as_u64()
     });
     let freed = format!("adm1n lock {} stuck", fence(&first));
@@ -385,7 +385,7 @@ fn a_barrier_sees_what_others_did_before() {
         // Linearizable reads see it without one; a barrier, and then what this node has.
         clients[reader].check("get", "count", "", &format!("ok {round}"));
         clients[reader].check("barrier", "_", "", "ok");
-        let stats = clients[reader].stats(ANSWER).unwrap();
+        let stats = clients[reader].stats();
         assert_eq!(entry(&stats, "counters", "count").unwrap()["value"], round);
     }
 }
@@ -414,7 +414,7 @@ fn stats_show_the_cluster() {
 #[test]
 fn a_witness_votes_and_serves_nobody() {
     let flags = ["--election-timeout-ms", CALM_MS, "--snapshot-entries", "100"];
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, <[_]>::to_vec);
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
     cluster.nodes[2].flags.push("--witness".into());
     for node in &mut cluster.nodes {
         node.start();
@@ -444,7 +444,7 @@ fn a_witness_votes_and_serves_nobody() {
             (said == format!("error_not_leader {}", leader.client)).then_some(())
         });
     }
-    let stats = witness.stats(ANSWER).unwrap();
+    let stats = witness.stats();
     assert_eq!(stats["counters"], serde_json::json!([]));
     assert_eq!(stats["locks"], serde_json::json!([]));
     assert_eq!(stats["cluster"]["node_id"], "node-c");

@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::harness::{
-    ANSWER, Client, Cluster, Heard, LIMIT, Node, Noise, Turn, eventually, fence, millis,
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::{
+    Client, Cluster, Heard, LIMIT, Node, Noise, Turn, eventually, fence, millis,
 };
+
 use super::load::{Load, Stay, Told, check_exclusion, enter};
 
 pub(super) fn addresses(cluster: &Cluster) -> Vec<SocketAddr> {
@@ -31,7 +33,7 @@ fn ten_leaders_are_killed_one_after_the_other() {
         fence_before = fence(&token);
         let mut second = cluster.connect(others[(round + 1) % 2]);
         second.begin("l", "held", "20 30");
-        client.wait_for_waiters("locks", "held", 1);
+        client.wait_for_waiters("held", 1);
 
         let killed = Instant::now();
         cluster.nodes[leader].kill();
@@ -41,7 +43,7 @@ fn ten_leaders_are_killed_one_after_the_other() {
         assert_eq!(second.hear(millis(1)), Heard::Nothing, "round {round}: granted twice");
         client.check("n", "held", &format!("{token} 30"), "ok 30");
         client.check("r", "held", &token, "ok");
-        let next = super::harness::granted(&second.line());
+        let next = dflockd_testkit::granted(&second.line());
         assert!(fence(&next) > fence_before, "round {round}");
         fence_before = fence(&next);
         second.check("r", "held", &next, "ok");
@@ -106,7 +108,7 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
     let held = client.lock("held", "0 60");
     let gone = client.lock("gone", "0 60");
     client.check("r", "gone", &gone, "ok");
-    let semaphore = super::harness::granted(&client.ask("sl", "sema", "0 2 60"));
+    let semaphore = dflockd_testkit::granted(&client.ask("sl", "sema", "0 2 60"));
     client.check("kset", "value", "v", "ok");
     client.check("rpush", "list", "one", "ok 1");
     client.check("rpush", "list", "two", "ok 2");
@@ -119,10 +121,7 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
     for node in &mut cluster.nodes {
         node.kill();
     }
-    for node in &mut cluster.nodes {
-        node.start();
-    }
-    cluster.wait_until_ready();
+    cluster.start_all();
     load.wait_for_more(50);
     let ledger = load.stop();
     for at in 0..3 {

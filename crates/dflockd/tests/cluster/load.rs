@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::harness::{ANSWER, Client, Heard, fence, millis};
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::{Client, Heard, fence, millis};
 
 /// What is known about a request that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +82,7 @@ impl Load {
     #[track_caller]
     pub(super) fn wait_for_more(&self, count: u64) {
         let wanted = self.done() + count;
-        super::harness::eventually("more writes", || (self.done() >= wanted).then_some(()));
+        dflockd_testkit::eventually("more writes", || (self.done() >= wanted).then_some(()));
     }
 
     pub(super) fn stop(self) -> Ledger {

@@ -8,13 +8,13 @@ use dflockd::config::{Config, Parsed};
 use dflockd::{Signal, run};
 use dflockd_engine::Replicated;
 use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
+use dflockd_testkit::cluster::CALM_MS;
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::{Client, Dir, LIMIT, Node, Turn, eventually, free_addresses, host, millis};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::harness::{
-    ANSWER, CALM_MS, Client, Dir, LIMIT, Node, Turn, eventually, free_addresses, host, millis,
-};
 use super::load::Load;
 
 /// Nodes of one cluster, started one by one.

@@ -2,12 +2,13 @@
 //! followers, the lag of time, kept results, bytes of log and snapshot, elections.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::SocketAddr;
 
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::http::{Ask, Wire};
+use dflockd_testkit::{Cluster, Turn, eventually};
 use serde_json::json;
 
-use super::harness::{ANSWER, Cluster, NAMES, Turn, eventually, free_addresses};
 use super::operate::{ADMIN, operate};
 
 struct Site {
@@ -18,25 +19,16 @@ struct Site {
 impl Site {
     fn start() -> Self {
         let flags = [&ADMIN[..], &["--election-timeout-ms", "500"]].concat();
-        let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, |peers| peers.to_vec());
-        let host: Ipv4Addr = cluster.nodes[0].client.ip().to_string().parse().unwrap();
-        let http = free_addresses(host, 3);
-        for (node, address) in cluster.nodes.iter_mut().zip(&http) {
-            node.flags.extend(["--http-port".to_owned(), address.port().to_string()]);
-            node.start();
-        }
-        cluster.wait_until_ready();
+        let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
+        let http = cluster.add_door("--http-port");
+        cluster.start_all();
         Self { cluster, http }
     }
 
     /// All samples of a member, by name and labels.
     #[track_caller]
     fn scrape(&self, at: usize) -> BTreeMap<String, f64> {
-        let mut socket = TcpStream::connect(self.http[at]).unwrap();
-        socket.set_read_timeout(Some(ANSWER)).unwrap();
-        socket.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").unwrap();
-        let mut page = String::new();
-        socket.read_to_string(&mut page).unwrap();
+        let page = Wire::open(self.http[at], None).ask(&Ask::get("/metrics")).text();
         let samples = page.lines().filter(|line| line.starts_with("dflockd_"));
         let samples = samples.filter_map(|line| line.rsplit_once(' '));
         samples.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).collect()

@@ -5,45 +5,46 @@ use std::ffi::OsStr;
 use std::fmt::Debug;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::dir::files;
+use dflockd_testkit::{
+    Client, Cluster, Dir, LIMIT, Node, Ran, Server, Turn, command, eventually, fence,
+    free_addresses, granted, host, millis, run,
+};
 use serde_json::{Value, json};
 
-use super::harness::{
-    Client, Cluster, Dir, Heard, LIMIT, NAMES, Node, Turn, eventually, fence, files,
-    free_addresses, granted, host, millis,
-};
 use super::load::Load;
 
 pub(super) const TOKEN: &str = "an-admin-token";
 pub(super) const ADMIN: [&str; 2] = ["--admin-token", TOKEN];
 
 /// The server program for its offline work.
-pub(super) fn offline<S: AsRef<OsStr>>(args: &[S]) -> Output {
+pub(super) fn offline<S: AsRef<OsStr>>(args: &[S]) -> Ran {
     offline_with(args, None)
 }
 
 /// The same with a variable in its environment.
-pub(super) fn offline_with<S: AsRef<OsStr>>(args: &[S], variable: Option<(&str, &str)>) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_dflockd"));
-    command.args(args).env_clear().envs(variable).stdin(Stdio::null());
-    command.output().expect("the binary exists")
+pub(super) fn offline_with<S: AsRef<OsStr>>(args: &[S], variable: Option<(&str, &str)>) -> Ran {
+    let mut command = command(args);
+    command.envs(variable);
+    run(command)
 }
 
 #[track_caller]
 pub(super) fn refused<S: AsRef<OsStr> + Debug>(args: &[S], why: &str) {
     let output = offline(args);
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && text.contains(why), "{args:?}: {output:?}");
+    let text = &output.err;
+    assert!(output.code != 0 && text.contains(why), "{args:?}: {output:?}");
 }
 
 #[track_caller]
 pub(super) fn done<S: AsRef<OsStr> + Debug>(args: &[S]) -> String {
     let output = offline(args);
-    assert!(output.status.success(), "{args:?}: {output:?}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    assert!(output.code == 0, "{args:?}: {output:?}");
+    output.out
 }
 
 /// The answer of an operator's request, done or not.
@@ -248,7 +249,7 @@ fn a_backup_becomes_a_new_cluster() {
     client.check("get", "counter", "", "ok 42");
     client.check("kget", "key-7", "", &format!("ok {}", "x".repeat(2000)));
     client.check("kget", "late", "", "nil");
-    let stats = client.stats(LIMIT).unwrap();
+    let stats = client.stats();
     assert_eq!(stats["locks"], json!([]), "all holds have ended");
     client.begin("l", "held", "60 5");
     let heard = client.hear(Duration::from_secs(90));
@@ -334,9 +335,8 @@ fn the_last_member_becomes_a_cluster() {
     done(&["force-new", "--raft-dir", &dir, "--dry-run"]);
     refused(&["force-new", "--raft-dir", &format!("{dir}-not"), "--yes"], "no directory");
     let output = offline(&["force-new", "--raft-dir", &dir, "--yes"]);
-    let (said, warned) =
-        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{output:?}");
+    let (said, warned) = (&output.out, &output.err);
+    assert!(output.code == 0, "{output:?}");
     assert!(said.contains("nothing is granted for 6 s"), "{said}");
     assert!(warned.contains("is lost"), "{warned}");
 
@@ -419,8 +419,8 @@ fn a_directory_is_inspected_and_not_changed() {
     bytes[1600] ^= 1;
     fs::write(&segment, bytes).unwrap();
     let output = offline(&["inspect-data", &dir, "--json"]);
-    assert!(!output.status.success(), "{output:?}");
-    let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(output.code != 0, "{output:?}");
+    let shown: Value = serde_json::from_str(&output.out).unwrap();
     let damage = &shown["damage"][0];
     assert!(damage["file"].as_str().unwrap().starts_with("log-"), "{shown}");
     assert!(damage["offset"].as_u64().is_some_and(|offset| offset <= 1600), "{shown}");
@@ -428,13 +428,10 @@ fn a_directory_is_inspected_and_not_changed() {
 
 #[test]
 fn a_server_in_memory_says_that_it_is_no_member() {
-    let address = free_addresses(host(), 1)[0];
-    let (host, port) = (address.ip().to_string(), address.port().to_string());
-    let flags = ["--host", &host, "--port", &port, "--admin-token", TOKEN];
-    let _process = super::harness::Process::start(&flags.map(str::to_owned));
-    let mut client = eventually("it listens", || Client::connect(address).ok());
+    let server = Server::start(&ADMIN);
+    let mut client = server.connect();
     refuses(&mut client, "transfer", json!({}), "in memory");
-    assert_eq!(client.try_ask("ping", "_", "", LIMIT), Heard::Line("ok".into()));
+    client.check("ping", "_", "", "ok");
 }
 
 /// A node that waits to be added waits, also after somebody has asked it how it is.

@@ -4,27 +4,24 @@ use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::harness::{
-    ANSWER, CALM_MS, Cluster, Heard, Node, SECRET, Turn, eventually, fence, free_addresses, host,
-    millis, within,
+use dflockd_testkit::cluster::{Addresses, CALM_MS, SECRET};
+use dflockd_testkit::eventually::within;
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::peers::Proxy;
+use dflockd_testkit::{
+    Cluster, Heard, Node, Turn, eventually, fence, free_addresses, host, millis,
 };
+
 use super::load::{Load, Told};
-use super::proxy::Proxy;
 
 fn cut_able(election_ms: &str, flags: &[&str]) -> (Cluster, Proxy) {
-    let mut proxy = None;
     let mut all = vec!["--election-timeout-ms", election_ms];
     all.extend_from_slice(flags);
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &all, |peers| {
-        let (made, dialed) = Proxy::start(peers);
-        proxy = Some(made);
-        dialed
-    });
-    for node in &mut cluster.nodes {
-        node.start();
-    }
-    cluster.wait_until_ready();
-    (cluster, proxy.expect("just made"))
+    let mut addresses = Addresses::free(3);
+    let proxy = Proxy::between(&mut addresses);
+    let mut cluster = Cluster::prepare_at(Turn::shared(), &addresses, &all);
+    cluster.start_all();
+    (cluster, proxy)
 }
 
 fn term(node: &Node) -> u64 {

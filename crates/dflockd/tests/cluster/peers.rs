@@ -2,30 +2,28 @@
 //! down of what others are asked.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 
 use dflockd_engine::replica::admin::AdminRequest;
 use dflockd_engine::replica::codec::{Frame, pack};
 use dflockd_engine::replica::transport::handshake::{
     Hello, Identity, Lane, Message, Mode, Version, parse,
 };
+use dflockd_testkit::cluster::{Addresses, NAMES};
+use dflockd_testkit::http::{Ask, Wire};
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::peers::Proxy;
+use dflockd_testkit::{Cluster, Turn, eventually};
 use serde_json::json;
 
-use super::harness::{ANSWER, Cluster, NAMES, Turn, eventually, free_addresses};
 use super::operate::{ADMIN, operate};
-use super::proxy::Proxy;
 
 /// What makes a process one of the program before, and what one of a program that may leave it behind.
 const BEFORE: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "1-unsealed");
 const NEXT: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "2");
 
 fn bad_frames(http: SocketAddr) -> f64 {
-    let mut socket = TcpStream::connect(http).unwrap();
-    socket.set_read_timeout(Some(ANSWER)).unwrap();
-    let ask = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-    socket.write_all(ask).unwrap();
-    let mut page = String::new();
-    socket.read_to_string(&mut page).unwrap();
+    let page = Wire::open(http, None).ask(&Ask::get("/metrics")).text();
     let line = page.lines().find_map(|line| line.strip_prefix("dflockd_raft_bad_frames_total "));
     line.unwrap_or_else(|| panic!("{page}")).parse().unwrap()
 }
@@ -34,21 +32,12 @@ fn bad_frames(http: SocketAddr) -> f64 {
 /// cluster: the connection ends, the leader counts it, and all goes on.
 #[test]
 fn an_injected_request_changes_nothing() {
-    let mut proxy = None;
     let flags = [&ADMIN[..], &["--election-timeout-ms", "1000"]].concat();
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, |peers| {
-        let (made, dialed) = Proxy::start(peers);
-        proxy = Some(made);
-        dialed
-    });
-    let proxy = proxy.unwrap();
-    let host: Ipv4Addr = cluster.nodes[0].client.ip().to_string().parse().unwrap();
-    let http = free_addresses(host, 3);
-    for (node, address) in cluster.nodes.iter_mut().zip(&http) {
-        node.flags.extend(["--http-port".to_owned(), address.port().to_string()]);
-        node.start();
-    }
-    cluster.wait_until_ready();
+    let mut addresses = Addresses::free(3);
+    let proxy = Proxy::between(&mut addresses);
+    let mut cluster = Cluster::prepare_at(Turn::shared(), &addresses, &flags);
+    let http = cluster.add_door("--http-port");
+    cluster.start_all();
     let leader = cluster.leader();
     let [through, victim] = cluster.others(leader)[..] else { panic!("three members") };
     assert_eq!(http.iter().map(|http| bad_frames(*http)).sum::<f64>(), 0.0);
@@ -126,7 +115,7 @@ fn answered_version(peer: &str) -> Version {
 /// that program is left behind for good, nobody speaks its peer protocol any more.
 #[test]
 fn the_program_before_is_spoken_with_until_it_is_left_behind() {
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &ADMIN, |addresses| addresses.to_vec());
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &ADMIN);
     for (node, variable) in cluster.nodes.iter_mut().zip([BEFORE, NEXT, NEXT]) {
         node.variable = Some(variable);
         node.start();

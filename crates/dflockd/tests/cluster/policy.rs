@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::harness::{Cluster, eventually, fence};
+use dflockd_testkit::{Cluster, eventually, fence};
 
 /// A client on one node takes a lock and goes; how long until somebody on another node has it.
 fn time_until_free(
@@ -21,7 +21,7 @@ fn time_until_free(
     let token = holder.lock(key, &format!("0 {lease}"));
     let mut next = cluster.connect(others[1]);
     next.begin("l", key, "20 5");
-    next.wait_in_queue(cluster, leader, key);
+    cluster.connect(leader).wait_for_waiters(key, 1);
     let begun = Instant::now();
     if orderly {
         drop(holder);
@@ -30,15 +30,9 @@ fn time_until_free(
     }
     let answer = next.hear(Duration::from_secs(25));
     let time = begun.elapsed();
-    let granted = super::harness::granted(answer.line().unwrap());
+    let granted = dflockd_testkit::granted(answer.line().unwrap());
     assert!(fence(&granted) > fence(&token));
     time
-}
-
-impl super::harness::Client {
-    fn wait_in_queue(&self, cluster: &Cluster, at: usize, key: &str) {
-        cluster.connect(at).wait_for_waiters("locks", key, 1);
-    }
 }
 
 /// GUARANTEES 48: in a cluster, too, a lease, a session and all sessions together have bounds, and idle keys make room.
@@ -53,7 +47,7 @@ fn what_clients_have_is_bounded() {
     // The first leader has put the limits of version 2 into the log.
     eventually("the longest lease", || {
         let answer = client.ask("l", "k", "5 9000");
-        client.check("r", "k", &super::harness::granted(&answer), "ok");
+        client.check("r", "k", &dflockd_testkit::granted(&answer), "ok");
         answer.ends_with(" 50").then_some(())
     });
     for key in ["a", "b"] {

@@ -4,7 +4,9 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use super::harness::{Client, Cluster, Heard, LIMIT, entry, eventually, fence, granted, millis};
+use dflockd_testkit::line::entry;
+use dflockd_testkit::{Client, Cluster, Heard, LIMIT, eventually, fence, granted, millis};
+
 use super::operate::{ADMIN, backup, done, flag, set_flag};
 
 /// Of the longest lease, which a renewal has made longer than what was asked for at first.
@@ -56,7 +58,7 @@ fn check(cluster: &mut Cluster, at: usize, begun: Instant, old: &Old) {
     let mut client = cluster.connect(at);
     client.check("kget", "value", "", "ok stays");
     client.check("get", "count", "", "ok 7");
-    let stats = client.stats(LIMIT).unwrap();
+    let stats = client.stats();
     assert_eq!(stats["locks"].as_array().map(Vec::len), Some(0), "all holds have ended: {stats}");
 
     // Sessions and tokens of before are nobody's.
@@ -96,7 +98,7 @@ fn check(cluster: &mut Cluster, at: usize, begun: Instant, old: &Old) {
         waiter.begin("l", "held", "60 30");
         let mut looker = cluster.connect(at);
         eventually("it is in the queue", || {
-            let stats = looker.stats(LIMIT)?;
+            let stats = looker.try_stats(LIMIT)?;
             let waiters = entry(&stats, "locks", "held")?["waiters"].as_u64()?;
             // The first may have got it by now.
             let in_queue = waiters + u64::from(begun.elapsed() >= DELAY);
@@ -150,8 +152,8 @@ fn the_delay_of_a_new_cluster_can_be_bounded() {
     let args = [&force[..], &["--grant-delay", "5", "--grant-delay-max", "4"]].concat();
     super::operate::refused(&args, "--grant-delay is above --grant-delay-max");
     let output = super::operate::offline(&[&force[..], &["--grant-delay-max", "1"]].concat());
-    let said = String::from_utf8_lossy(&output.stdout);
-    let warned = String::from_utf8_lossy(&output.stderr);
+    let said = &output.out;
+    let warned = &output.err;
     assert!(said.contains("nothing is granted for 1 s"), "{output:?}");
     assert!(warned.contains("warning: a lease of before may last for 80003 s"), "{output:?}");
     cluster.nodes[0].start();

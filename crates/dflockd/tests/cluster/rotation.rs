@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::PathBuf;
 
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::{Cluster, Turn, eventually};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair, KeyUsagePurpose};
 
-use super::harness::{Cluster, NAMES, Turn, eventually};
 use super::load::Load;
 
 /// Signs the certificates of nodes.
@@ -73,7 +74,7 @@ impl Rotation {
 fn secrets_and_authorities_are_exchanged_under_load() {
     let old = Authority::new("old authority");
     let new = Authority::new("new authority");
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &[], |addresses| addresses.to_vec());
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &[]);
     for (at, node) in NAMES.into_iter().enumerate().take(3) {
         let file = |name: &str| cluster.dir.path(&format!("{node}-{name}"));
         let (cert, key) = old.issue(node);

@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Instant;
 
-use super::harness::{CALM_MS, Cluster, Turn, eventually, millis};
+use dflockd_testkit::cluster::CALM_MS;
+use dflockd_testkit::{Cluster, Turn, eventually, millis};
 
 /// Sleeps before every sync for as many milliseconds as the file `FILE` says, if there is one.
 const BRAKE: &str = r#"
@@ -32,7 +33,7 @@ int fdatasync(int fd) {
 /// A cluster with a brake at each node.
 fn start(size: usize) -> (Cluster, Vec<PathBuf>) {
     let calm = ["--election-timeout-ms", CALM_MS];
-    let mut cluster = Cluster::prepare(Turn::alone(), size, &calm, <[_]>::to_vec);
+    let mut cluster = Cluster::prepare(Turn::alone(), size, &calm);
     let source = cluster.dir.path("brake.c");
     fs::write(&source, BRAKE).unwrap();
     let mut brakes = Vec::new();

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::harness::{
-    ANSWER, Client, Cluster, Dir, Heard, Node, Turn, eventually, files, free_addresses, granted,
-    host,
+use dflockd_testkit::dir::files;
+use dflockd_testkit::line::ANSWER;
+use dflockd_testkit::{
+    Client, Cluster, Dir, Heard, Node, Turn, eventually, free_addresses, granted, host,
 };
+
 use super::load::{Ledger, Load};
 
 /// Some of everything, and a check that it is all there.
@@ -101,7 +103,7 @@ fn a_single_durable_node_comes_back() {
         client.check("l", "lock", "0", "timeout");
         client.check("r", "lock", &token, "ok");
         let next = client.lock("lock", "0 600");
-        assert!(super::harness::fence(&next) > super::harness::fence(&token));
+        assert!(dflockd_testkit::fence(&next) > dflockd_testkit::fence(&token));
         token = next;
         client.reset();
     }
@@ -414,8 +416,7 @@ fn a_full_disk_refuses_what_grows_and_goes_on_when_there_is_room() {
 
 #[test]
 fn a_leader_with_a_full_disk_hands_over() {
-    let mut cluster =
-        Cluster::prepare(Turn::shared(), 3, &["--election-timeout-ms", "500"], <[_]>::to_vec);
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &["--election-timeout-ms", "500"]);
     let mut mounts = Vec::new();
     for node in &cluster.nodes {
         match Mount::new(node.dir.clone(), 80) {
@@ -426,10 +427,7 @@ fn a_leader_with_a_full_disk_hands_over() {
             }
         }
     }
-    for node in &mut cluster.nodes {
-        node.start();
-    }
-    cluster.wait_until_ready();
+    cluster.start_all();
     let leader = cluster.leader();
     let mut client = cluster.connect(cluster.others(leader)[0]);
     mounts[leader].fill();

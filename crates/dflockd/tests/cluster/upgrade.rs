@@ -8,9 +8,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::dir::files;
+use dflockd_testkit::{Cluster, Node, Turn, eventually, free_addresses, host};
 use serde_json::{Value, json};
 
-use super::harness::{Cluster, NAMES, Node, Turn, eventually, files, free_addresses, host};
 use super::kill::{Keepers, addresses};
 use super::load::Load;
 use super::operate::{ADMIN, answer, offline_with, operate, refuses};
@@ -21,7 +23,7 @@ const FLAGS: [&str; 4] = [ADMIN[0], ADMIN[1], "--election-timeout-ms", "500"];
 
 /// A cluster of which these nodes run the newer program.
 fn start(turn: Turn, next: &[usize]) -> Cluster {
-    let mut cluster = Cluster::prepare(turn, 3, &FLAGS, |addresses| addresses.to_vec());
+    let mut cluster = Cluster::prepare(turn, 3, &FLAGS);
     for (at, node) in cluster.nodes.iter_mut().enumerate() {
         node.variable = (!next.contains(&at)).then_some(OLDER);
         node.start();
@@ -82,8 +84,8 @@ fn inspect(dir: &Path, variable: Option<(&str, &str)>) -> (bool, Value) {
     let dir = dir.to_str().unwrap();
     let args = ["inspect-data", dir, "--json", "--entries", "--last", "1000000"];
     let output = offline_with(&args, variable);
-    let shown = serde_json::from_slice(&output.stdout);
-    (output.status.success(), shown.unwrap_or_else(|error| panic!("{error}: {output:?}")))
+    let shown = serde_json::from_str(&output.out);
+    (output.code == 0, shown.unwrap_or_else(|error| panic!("{error}: {output:?}")))
 }
 
 /// The versions of all entries, in order; those without are the first of a term.
@@ -204,11 +206,10 @@ fn a_finalised_cluster_has_no_way_back() {
         is_too_old(&mut cluster.nodes[at], why);
         let dir = cluster.nodes[at].dir.to_str().unwrap().to_owned();
         let output = offline_with(&["force-new", "--raft-dir", &dir, "--yes"], Some(OLDER));
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(!output.status.success() && said.contains("newer server"), "{output:?}");
+        let said = &output.err;
+        assert!(output.code != 0 && said.contains("newer server"), "{output:?}");
         // It is not damaged, and nobody says so.
-        let text = offline_with(&["inspect-data", &dir, "--entries"], Some(OLDER));
-        let text = String::from_utf8_lossy(&text.stdout).into_owned();
+        let text = offline_with(&["inspect-data", &dir, "--entries"], Some(OLDER)).out;
         assert!(text.contains("newer server") && !text.contains("DAMAGE"), "{text}");
         if at == 1 {
             let (whole, shown) = inspect(&cluster.nodes[at].dir, None);
@@ -273,7 +274,7 @@ fn a_member_that_was_away_is_too_old_when_it_comes_back() {
 /// A witness has no state, but reads the log: it counts as the others do.
 #[test]
 fn a_witness_has_its_say() {
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &FLAGS, |addresses| addresses.to_vec());
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &FLAGS);
     for (at, node) in cluster.nodes.iter_mut().enumerate() {
         node.variable = (at == 2).then_some(OLDER);
         node.flags.extend((at == 2).then(|| "--witness".to_owned()));

@@ -1,5 +1,8 @@
 //! Who may speak: TLS, auth token, admin token.
 
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::{Dir, Pair};
 use dflockd_wire::grpc::{
     AcquireRequest, AuditRequest, EndSessionRequest, ForceReleaseRequest, ListSessionsRequest,
     OpenRequest, Reason, SubscribeRequest, Subscription, WatchRequest,
@@ -10,9 +13,7 @@ use tonic::{Code, Request};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::site::{Link, Site, ask_http, eventually, refused, soon};
-use super::support::{Dir, Pair};
-use super::wire::Ask;
+use super::site::{Link, Site, ask_http, refused};
 
 const TOKEN: &str = "t0ken-of-the-tests";
 const ADMIN: &str = "adm1n-of-the-tests";

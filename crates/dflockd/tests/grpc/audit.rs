@@ -1,14 +1,15 @@
 //! What operators did, told by the server that they asked.
 
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::millis;
 use dflockd_wire::grpc::{
     AuditRecord, AuditRequest, ForceReleaseRequest, PromoteRequest, Reason, TransferRequest,
 };
 use serde_json::{Value, json};
 use tonic::{Code, Request};
 
-use super::site::{self, Link, Members, Site, ask_http, eventually, refused, soon};
-use super::support::millis;
-use super::wire::Ask;
+use super::site::{self, Link, Members, Site, ask_http, refused};
 
 const ADMIN: &str = "adm1n-of-the-tests";
 

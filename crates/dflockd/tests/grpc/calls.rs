@@ -1,5 +1,6 @@
 //! Every unary method, what it does and how it refuses, in memory mode, on a durable node and through a follower.
 
+use dflockd_testkit::eventually::tasks::soon;
 use dflockd_wire::grpc::compare_and_set_request::Expect;
 use dflockd_wire::grpc::{
     AcquireRequest, AddCounterRequest, AttachRequest, BarrierWaitRequest, CampaignRequest,
@@ -11,7 +12,7 @@ use dflockd_wire::grpc::{
 };
 use tonic::Code;
 
-use super::site::{Link, Members, Session, Site, refused, soon};
+use super::site::{Link, Members, Session, Site, refused};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory() {
@@ -307,7 +308,7 @@ async fn values(link: &Link) {
     let short =
         SetRequest { key: "v".into(), value: "x".into(), ttl_ms: 100, ..Default::default() };
     kv.set(short).await.unwrap();
-    super::site::eventually("its end", async || {
+    dflockd_testkit::eventually::tasks::eventually("its end", async || {
         let entry = link.kv().get(get.clone()).await.unwrap().into_inner().entry;
         entry.is_none().then_some(())
     })

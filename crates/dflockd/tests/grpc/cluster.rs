@@ -1,13 +1,14 @@
 //! Three members: sessions that work through each of them, the loss of one, membership.
 
+use dflockd_testkit::Node;
+use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_wire::grpc::{
     AcquireRequest, AddCounterRequest, AddRequest, AttachRequest, CloseRequest, HealthRequest,
     MemberRole, MembersRequest, PromoteRequest, Reason, RemoveRequest, TransferRequest,
 };
 use tonic::{Code, Request};
 
-use super::harness::{Node, free_addresses};
-use super::site::{self, Link, Members, eventually, refused, soon};
+use super::site::{self, Link, Members, refused};
 
 const ADMIN: &str = "adm1n-of-the-tests";
 
@@ -134,8 +135,7 @@ async fn members_come_and_go() {
     let bad = link.cluster().transfer(admin(transfer("node x"))).await;
     refused(bad, Code::InvalidArgument, Reason::BadRequest);
 
-    let std::net::IpAddr::V4(host) = members.grpc[0].ip() else { unreachable!() };
-    let [client, peer] = free_addresses(host, 2)[..] else { unreachable!() };
+    let [client, peer] = members.cluster.more_addresses(2)[..] else { unreachable!() };
     let dir = members.cluster.dir.path("node-d");
     let mut node = Node::new("node-d", client, peer, dir, &[]);
     node.start();

@@ -1,6 +1,8 @@
 //! One queue for all doors.
 
-use super::site::{Site, soon};
+use dflockd_testkit::eventually::tasks::soon;
+
+use super::site::Site;
 
 /// Promise 5: gRPC and the line protocol take turns in the order they came; fences grow over both.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

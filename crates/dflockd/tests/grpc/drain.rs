@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 
+use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_wire::grpc::{
     AcquireRequest, AuditRequest, HealthRequest, KeepAliveRequest, ObserveRequest, Reason,
     SubscribeRequest, WatchRequest,
@@ -13,7 +14,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_reflection::pb::{v1, v1alpha};
 
-use super::site::{Members, Site, admin, eventually, refused, soon};
+use super::site::{Members, Site, admin, refused};
 
 /// The last word of a stream.
 async fn end<T: Debug>(stream: &mut Streaming<T>) -> Status {

@@ -4,6 +4,9 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::eventually::tasks::eventually;
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::{LIMIT, millis};
 use dflockd_wire::grpc::{
     AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, RangeRequest, Reason,
     SetRequest, SubscribeRequest, Subscription, WatchRequest,
@@ -13,9 +16,7 @@ use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::site::{Link, Site, ask_http, eventually, refused};
-use super::support::{LIMIT, millis};
-use super::wire::Ask;
+use super::site::{Link, Site, ask_http, refused};
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];

@@ -1,12 +1,13 @@
 //! What the service `Cluster` does for operators.
 
+use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_wire::grpc::{
     AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest, HealthRequest,
     MembersRequest, Policy, PolicyRequest, Reason, SetPolicyRequest, SnapshotRequest,
 };
 use tonic::{Code, Request, Response, Status};
 
-use super::site::{self, Link, Members, eventually, refused, soon};
+use super::site::{self, Link, Members, refused};
 
 const ADMIN: &str = "adm1n-of-the-tests";
 

@@ -8,6 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::cluster::single;
+use dflockd_testkit::script::list::Difference;
+use dflockd_testkit::script::through::{
+    Door, Told, answer_line, granted, push_line, read, renewed,
+};
+use dflockd_testkit::{Dir, Server};
 use dflockd_wire::grpc::compare_and_set_request::Expect;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::{
@@ -25,10 +31,7 @@ use tokio::task::AbortHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::harness::{Dir, Node, Process, free_addresses, host};
 use super::site::{Link, Session, info};
-use super::through::{Door, Told, answer_line, granted, push_line, read, renewed};
-use super::transcript::scripts::Difference;
 use super::transcripts;
 
 /// After this, what is not answered waits.
@@ -37,7 +40,7 @@ const UNANSWERED: Duration = Duration::from_millis(60);
 /// A server, and the connections of a script.
 pub(super) struct Played {
     runtime: Runtime,
-    process: Process,
+    server: Server,
     link: Link,
     conns: BTreeMap<String, Conn>,
     /// The lease of who names none, which sessions have as their time to live.
@@ -94,7 +97,7 @@ impl Played {
 /// The server answers once it has a leader.
 async fn connect(address: SocketAddr) -> Link {
     let link = Link::connect(address).await;
-    super::site::eventually("it can open sessions", async || {
+    dflockd_testkit::eventually::tasks::eventually("it can open sessions", async || {
         link.sessions().open(proto::OpenRequest::default()).await.ok().map(|_| ())
     })
     .await;
@@ -124,34 +127,20 @@ impl Door for Played {
 
     fn start(flags: &[String], durable: bool) -> Result<Self, String> {
         let dir = Dir::new();
-        let address = host();
-        let [line, peer, grpc] = free_addresses(address, 3)[..] else { unreachable!() };
-        let mut all = if durable {
-            let list = vec!["--cluster-peers".to_owned(), format!("n={peer}@{line}")];
-            let mut all = Node::new("n", line, peer, dir.path("data"), &list).flags;
-            for flag in ["--election-timeout-ms", "400", "--failover-grace", "0"] {
-                all.push(flag.to_owned());
-            }
-            all
-        } else {
-            vec!["--host".into(), address.to_string(), "--port".into(), line.port().to_string()]
-        };
-        all.extend(["--grpc-port".to_owned(), grpc.port().to_string()]);
-        all.extend_from_slice(flags);
-        let mut process = Process::start(&all);
-        let begun = Instant::now();
-        while !process.output().contains("listening for gRPC") {
-            if process.ended().is_some() || begun.elapsed() > super::support::LIMIT {
-                return Err(format!("the server did not start: {}", process.output()));
-            }
-            std::thread::sleep(Duration::from_millis(5));
+        let mut all = flags.to_vec();
+        if durable {
+            all.extend(single(&dir));
+            all.extend(
+                ["--election-timeout-ms", "400", "--failover-grace", "0"].map(str::to_owned),
+            );
         }
+        let (server, grpc) = Server::start_with_door("--grpc-port", &all);
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
         let ttl_ms = default_lease(flags) * 1000;
         let link = runtime.block_on(connect(grpc));
         let conns = BTreeMap::new();
-        Ok(Self { runtime, process, link, conns, ttl_ms, _dir: dir })
+        Ok(Self { runtime, server, link, conns, ttl_ms, _dir: dir })
     }
 
     fn open(&mut self, conn: &str) {
@@ -197,7 +186,7 @@ impl Door for Played {
     }
 
     fn log(&self) -> Vec<String> {
-        self.process.output().lines().map(str::to_owned).collect()
+        self.server.output().lines().map(str::to_owned).collect()
     }
 }
 

@@ -2,6 +2,9 @@
 
 use std::net::SocketAddr;
 
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::http::Ask;
+use dflockd_testkit::{free_addresses, millis};
 use dflockd_wire::grpc::{
     AcquireRequest, AddCounterRequest, CancelRequest, CancelResponse, CloseRequest,
     KeepAliveRequest, PopRequest, PushRequest, Reason,
@@ -11,10 +14,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 
-use super::harness::free_addresses;
-use super::site::{Members, Session, Site, ask_http, eventually, info, not_yet, refused, soon};
-use super::support::millis;
-use super::wire::Ask;
+use super::site::{Members, Session, Site, ask_http, info, not_yet, refused};
 
 /// R4, R6: one keep-alive renews all locks that follow the session and no others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -347,7 +347,7 @@ async fn a_request_is_withdrawn_through_another_member() {
 /// although locks of lost connections stay. DELETE of HTTP is a disconnect: its places go, its locks stay.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_that_is_closed_releases_all() {
-    let host = super::harness::host();
+    let host = dflockd_testkit::host();
     let http: SocketAddr = free_addresses(host, 1)[0];
     let port = http.port().to_string();
     let flags = ["--auto-release", "lease", "--http-host", &host.to_string(), "--http-port", &port];

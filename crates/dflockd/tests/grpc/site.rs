@@ -1,8 +1,11 @@
 //! Servers with a gRPC door, and clients to use it with.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::eventually::tasks::eventually;
+use dflockd_testkit::http::{Ask, Reply, Wire};
+use dflockd_testkit::{Cluster, LIMIT, Server, Turn, free_address, millis};
 use dflockd_wire::grpc::admin_client::AdminClient;
 use dflockd_wire::grpc::barriers_client::BarriersClient;
 use dflockd_wire::grpc::cluster_client::ClusterClient;
@@ -23,10 +26,6 @@ use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
 
-use super::harness::{Cluster, Turn, free_addresses};
-use super::support::{LIMIT, Server, command, millis};
-use super::wire::{Ask, Reply, Wire};
-
 /// A server in memory mode.
 pub(super) struct Site {
     pub(super) server: Server,
@@ -35,25 +34,13 @@ pub(super) struct Site {
 
 impl Site {
     pub(super) fn start(flags: &[&str]) -> Self {
-        let begun = Instant::now();
-        loop {
-            let grpc = free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
-            let mut all = vec!["--grpc-port".to_owned(), grpc.port().to_string()];
-            all.extend(flags.iter().map(ToString::to_string));
-            match Server::try_launch(command(&all)) {
-                Ok(server) => {
-                    server.wait_for_output("listening for gRPC");
-                    return Self { server, grpc };
-                }
-                // Somebody else may have the port now.
-                Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
-            }
-        }
+        let (server, grpc) = Server::start_with_door("--grpc-port", flags);
+        Self { server, grpc }
     }
 
     /// The same with an HTTP door.
     pub(super) fn start_with_http(flags: &[&str]) -> (Self, SocketAddr) {
-        let http = free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
+        let http = free_address();
         let port = http.port().to_string();
         let flags = [&["--http-port", &port], flags].concat();
         (Self::start(&flags), http)
@@ -74,14 +61,9 @@ impl Members {
     pub(super) fn start(size: usize, flags: &[&str]) -> Self {
         let mut all = vec!["--election-timeout-ms", "500"];
         all.extend_from_slice(flags);
-        let mut cluster = Cluster::prepare(Turn::shared(), size, &all, |dialed| dialed.to_vec());
-        let std::net::IpAddr::V4(host) = cluster.nodes[0].client.ip() else { unreachable!() };
-        let grpc = free_addresses(host, size);
-        for (node, grpc) in cluster.nodes.iter_mut().zip(&grpc) {
-            node.flags.extend(["--grpc-port".to_owned(), grpc.port().to_string()]);
-            node.start();
-        }
-        cluster.wait_until_ready();
+        let mut cluster = Cluster::prepare(Turn::shared(), size, &all);
+        let grpc = cluster.add_door("--grpc-port");
+        cluster.start_all();
         Self { cluster, grpc }
     }
 
@@ -211,36 +193,9 @@ impl Session {
     }
 }
 
-/// Asks again and again until there is an answer.
-pub(super) async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
-    let begun = Instant::now();
-    loop {
-        if let Some(answer) = ask().await {
-            return answer;
-        }
-        assert!(begun.elapsed() < LIMIT, "waited in vain for: {what}");
-        tokio::time::sleep(millis(10)).await;
-    }
-}
-
-/// What must happen, but may take a while.
-pub(super) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
-    let done = tokio::time::timeout(LIMIT, future).await;
-    done.unwrap_or_else(|_| panic!("waited in vain for: {what}"))
-}
-
 /// The answer to an HTTP request.
 pub(super) fn ask_http(address: SocketAddr, ask: &Ask) -> Reply {
-    tokio::task::block_in_place(|| {
-        let begun = Instant::now();
-        loop {
-            match Wire::connect(address, None) {
-                Ok(mut wire) => return wire.ask(ask),
-                Err(error) => assert!(begun.elapsed() < LIMIT, "{error}"),
-            }
-            std::thread::sleep(millis(5));
-        }
-    })
+    tokio::task::block_in_place(|| Wire::open(address, None).ask(ask))
 }
 
 /// A call of an operator.

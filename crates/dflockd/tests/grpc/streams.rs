@@ -1,5 +1,6 @@
 //! Streams: watches that resume, signals, elections, health.
 
+use dflockd_testkit::eventually::tasks::soon;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::{
     AddCounterRequest, CampaignRequest, ChangeKind, HealthRequest, LeaderEvent, ObserveRequest,
@@ -10,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 
-use super::site::{Link, Members, Session, Site, info, refused, soon};
+use super::site::{Link, Members, Session, Site, info, refused};
 
 async fn set(link: &Link, key: &str) -> u64 {
     let request =

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::http::{Ask, Got, Wire};
+use dflockd_testkit::{Dir, LIMIT, Pair, Server, eventually};
 use serde_json::json;
 
 use super::site::{Place, Site, granted};
-use super::support::{Dir, LIMIT, Pair, Server, eventually};
-use super::wire::{Ask, Got, Wire};
 
 const TOKEN: &str = "t0ken-of-the-tests";
 
@@ -316,7 +316,7 @@ fn secrets_are_not_logged() {
 
 #[test]
 fn unlimited_caps_are_warned_about() {
-    let port = super::harness::free_addresses(std::net::Ipv4Addr::LOCALHOST, 1)[0].port();
+    let port = dflockd_testkit::free_address().port();
     let port = port.to_string();
     let server = Server::start(&["--host", "0.0.0.0", "--http-port", &port]);
     for cap in ["http-max-sessions", "http-max-connections-per-ip", "http-rate-limit-per-ip"] {

@@ -3,12 +3,12 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use dflockd_engine::FenceFile;
+use dflockd_testkit::http::{Ask, Got, Reply, Wire};
+use dflockd_testkit::{Dir, LIMIT, eventually};
 use serde_json::json;
 use socket2::{Domain, Socket, Type};
 
 use super::site::{Site, granted};
-use super::support::{Dir, LIMIT, eventually};
-use super::wire::{Ask, Got, Reply, Wire};
 
 /// A connection from another address of the loopback interface.
 fn from(last: u8, to: SocketAddr) -> Wire {

@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
+use dflockd_testkit::http::{Ask, Reply, Wire};
+use dflockd_testkit::{Cluster, Node, Turn, eventually};
 use serde_json::json;
 
-use super::harness::{Cluster, Node, Turn};
 use super::look::force_release;
-use super::site::{Grant, Members, Place, Session, granted, more_addresses};
-use super::support::eventually;
-use super::wire::{Ask, Reply, Wire};
+use super::site::{Grant, Members, Place, Session, granted};
 
 const ADMIN: &str = "adm1n-token-of-the-tests";
 
@@ -136,7 +135,7 @@ fn redirects_name_the_http_door_of_the_leader() {
 #[test]
 fn a_voter_is_added_and_removed() {
     let mut members = Members::start(3, &["--admin-token", ADMIN]);
-    let [client, peer] = more_addresses(&members.cluster, 2)[..] else { panic!("two") };
+    let [client, peer] = members.cluster.more_addresses(2)[..] else { panic!("two") };
     let mut new = Node::new("node-d", client, peer, members.cluster.dir.path("node-d"), &[]);
     new.start();
     let voter = json!({
@@ -247,8 +246,8 @@ fn without_a_majority() {
 #[test]
 fn a_witness_serves_nobody() {
     let flags = ["--election-timeout-ms", "500"];
-    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags, <[_]>::to_vec);
-    let http = more_addresses(&cluster, 1)[0];
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
+    let http = cluster.more_addresses(1)[0];
     let door = ["--witness".to_owned(), "--http-port".to_owned(), http.port().to_string()];
     cluster.nodes[2].flags.extend(door);
     for node in &mut cluster.nodes {

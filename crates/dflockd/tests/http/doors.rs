@@ -1,9 +1,9 @@
 //! The line protocol and HTTP are two doors to one house.
 
+use dflockd_testkit::fence;
 use serde_json::json;
 
 use super::site::{Place, Site, granted};
-use super::support::{self, fence};
 
 /// GUARANTEES 3 and 5: one queue per key, whichever way the waiters came.
 pub(super) fn tour(place: &Place) {
@@ -68,7 +68,7 @@ fn alternating_waiters(place: &Place, count: u64) {
             grant.fence
         } else {
             let mut client = lines.next().unwrap();
-            let token = support::granted(&client.line());
+            let token = dflockd_testkit::granted(&client.line());
             client.check("r", "fifo", &token, "ok");
             fence(&token)
         };

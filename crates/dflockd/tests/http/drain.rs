@@ -1,10 +1,10 @@
 //! The end of the server: what waits is told, what watches still sees it.
 
+use dflockd_testkit::http::{Ask, Got};
+use dflockd_testkit::{LIMIT, eventually};
 use serde_json::json;
 
 use super::site::Site;
-use super::support::{LIMIT, eventually};
-use super::wire::{Ask, Got};
 
 fn drained(mut site: Site) {
     let (holder, waiter) = (site.session(), site.session());

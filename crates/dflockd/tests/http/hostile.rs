@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::http::{Ask, Got, Wire};
+use dflockd_testkit::{Client, LIMIT, Noise, eventually, millis};
 use serde_json::json;
 
 use super::site::{Place, Session, Site};
-use super::support::{Client, LIMIT, Noise, eventually, millis};
-use super::wire::{Ask, Got, Wire};
 
 /// Clients of both doors that must not notice anything.
 struct Witness {

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::http::{Ask, Got, Wire};
+use dflockd_testkit::millis;
 use rustls::ClientConfig;
 use serde_json::{Value, json};
 
 use super::site::{Site, is_id};
-use super::support::millis;
-use super::wire::{Ask, Got, Wire};
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 

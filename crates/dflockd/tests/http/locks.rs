@@ -1,10 +1,10 @@
 //! Mutexes, semaphores, read-write locks and elections.
 
+use dflockd_testkit::eventually;
+use dflockd_testkit::http::Ask;
 use serde_json::{Value, json};
 
 use super::site::{Grant, Place, Session, Site, granted, still_waits};
-use super::support::eventually;
-use super::wire::Ask;
 
 /// Longest time in seconds that a request may name.
 const SECONDS_MAX: u64 = 9_223_372_036;

@@ -1,10 +1,10 @@
 //! Who holds what, and why nothing moves: the routes for people and pages, and administration.
 
+use dflockd_testkit::eventually;
+use dflockd_testkit::http::Ask;
 use serde_json::{Value, json};
 
 use super::site::{Place, Session, Site, granted};
-use super::support::eventually;
-use super::wire::Ask;
 
 const ADMIN: &str = "adm1n-token-of-the-tests";
 
@@ -168,7 +168,7 @@ fn long_queues_are_counted_and_cut() {
     assert_eq!(contention["keys"][0]["waiters"], 50);
 }
 
-fn admin(site: &Place, path: &str, token: &str, body: &Value) -> super::wire::Reply {
+fn admin(site: &Place, path: &str, token: &str, body: &Value) -> dflockd_testkit::http::Reply {
     site.ask(Ask::post(path, body).admin(token))
 }
 

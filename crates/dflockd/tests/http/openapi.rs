@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use dflockd_testkit::http::Ask;
 use serde_json::{Value, json};
 
 use super::site::{Place, Site};
-use super::wire::Ask;
 
 /// All routes. One that is added to the server has to be added here, which is the moment to write its tests.
 const ROUTES: &[&str] = &[
@@ -111,7 +111,7 @@ fn lists_exactly_the_routes_of_the_server() {
         // Streams need a pattern; without one they refuse, which will do.
         let mut wire = site.wire();
         wire.begin(&Ask::new(method, &path).admin("adm1n").session(&id));
-        let head = wire.head(std::time::Instant::now() + super::support::LIMIT).unwrap();
+        let head = wire.head(std::time::Instant::now() + dflockd_testkit::LIMIT).unwrap();
         assert_ne!(head.status, 405, "{method} {path}");
         if head.status == 404 {
             let body = wire.exactly(head.header("content-length").unwrap().parse().unwrap());

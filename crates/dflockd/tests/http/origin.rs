@@ -1,11 +1,10 @@
 //! Where requests may come from without a token: `Host`, `Origin`, `Sec-Fetch-Site` and the type of bodies.
 
+use dflockd_testkit::Server;
+use dflockd_testkit::http::{Ask, Wire};
 use serde_json::json;
 
-use super::harness;
 use super::site::Site;
-use super::support::Server;
-use super::wire::{Ask, Wire};
 
 /// What a page can send without asking, each of which would change something.
 const SIMPLE: [(&str, &str); 5] = [
@@ -122,7 +121,7 @@ fn more_hosts_can_be_allowed() {
 /// A server that listens on all addresses answers to the one that a client used.
 #[test]
 fn the_address_that_was_dialled() {
-    let port = harness::free_addresses(std::net::Ipv4Addr::LOCALHOST, 1)[0].port();
+    let port = dflockd_testkit::free_address().port();
     let args = ["--http-host", "0.0.0.0", "--http-port", &port.to_string()];
     let server = Server::start(&args);
     server.wait_for_output("listening for HTTP");

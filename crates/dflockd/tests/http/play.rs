@@ -8,16 +8,18 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use dflockd_testkit::http::{Ask, Events, Got, Reply, Wire, escape};
+use dflockd_testkit::script::list::Difference;
+use dflockd_testkit::script::rest::{Activity, Rest};
+use dflockd_testkit::script::through::{
+    Door, Told, answer_line, granted, push_line, read, renewed,
+};
+use dflockd_testkit::{eventually, millis};
 use dflockd_wire::{End, ErrorCode, Frame, Mode, Op, Push, Request, Response, Space, TokenText};
 use serde_json::{Value, json};
 
 use super::site::Site;
-use super::support::{eventually, millis};
-use super::through::{Door, Told, answer_line, granted, push_line, read, renewed};
-use super::transcript::rest::{Activity, Rest};
-use super::transcript::scripts::Difference;
 use super::transcripts;
-use super::wire::{Ask, Events, Got, Reply, Wire, escape};
 
 /// A server, and the connections of a script.
 pub(super) struct Played {

@@ -1,11 +1,11 @@
 //! What every route has in common: bodies, keys, methods, unknown paths.
 
+use dflockd_testkit::http::{Ask, Reply, escape};
+use dflockd_testkit::{Noise, eventually};
 use serde_json::{Value, json};
 
 use super::openapi;
 use super::site::Site;
-use super::support::{Noise, eventually};
-use super::wire::{Ask, Reply, escape};
 
 const MIB: usize = 1 << 20;
 
@@ -163,7 +163,7 @@ fn keys_have_limits() {
     let busy = a.post("/v1/locks/a+b", &json!({})).ok();
     assert_eq!(busy, json!({ "status": "timeout" }));
     line.send(b"l\n\xff\xfe\n0 600\n");
-    super::support::granted(&line.line());
+    dflockd_testkit::granted(&line.line());
     let busy = a.post("/v1/locks/%FF%FE", &json!({})).ok();
     assert_eq!(busy, json!({ "status": "timeout" }));
 
@@ -380,8 +380,8 @@ fn service_routes() {
 /// Without the flag there is no HTTP at all.
 #[test]
 fn off_unless_asked_for() {
-    let server = super::support::Server::start::<&str>(&[]);
-    let mut wire = super::wire::Wire::connect(server.address, None).unwrap();
+    let server = dflockd_testkit::Server::start::<&str>(&[]);
+    let mut wire = dflockd_testkit::http::Wire::connect(server.address, None).unwrap();
     let reply = wire.ask(&Ask::get("/health"));
     assert_eq!(reply.status, 400);
     assert!(reply.text().contains("--http-port"), "{}", reply.text());
@@ -390,10 +390,10 @@ fn off_unless_asked_for() {
 
 #[test]
 fn one_port_cannot_be_both() {
-    let port = super::harness::free_addresses(std::net::Ipv4Addr::LOCALHOST, 1)[0].port();
+    let port = dflockd_testkit::free_address().port();
     let port = port.to_string();
     let args = ["--port", &port, "--http-port", &port];
-    let output = super::support::run_to_end(super::support::command(&args));
-    assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("http-port"));
+    let output = dflockd_testkit::run(dflockd_testkit::command(&args));
+    assert_eq!(output.code, 1);
+    assert!(&output.err.contains("http-port"));
 }

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::http::{Ask, Got};
+use dflockd_testkit::{A_WHILE, LIMIT, eventually, millis};
 use serde_json::json;
 
 use super::site::{Place, Site, granted, is_id, still_waits};
-use super::support::{A_WHILE, LIMIT, eventually, millis};
-use super::wire::{Ask, Got};
 
 /// What holds in each mode.
 pub(super) fn tour(place: &Place) {

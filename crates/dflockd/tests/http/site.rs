@@ -1,17 +1,15 @@
 //! Servers with an HTTP door in each mode, and sessions to use it with.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::ops::Deref;
 use std::sync::Arc;
-use std::thread;
 use std::time::Duration;
 
+use dflockd_testkit::cluster::single;
+use dflockd_testkit::http::{Ask, Events, Got, Reply, Wire, escape};
+use dflockd_testkit::{Cluster, Dir, Node, Pair, Server, Turn, eventually};
 use rustls::ClientConfig;
 use serde_json::{Value, json};
-
-use super::harness::{self, Cluster, Turn};
-use super::support::{self, Dir, LIMIT, Pair, Server, eventually, millis};
-use super::wire::{Ask, Events, Got, Reply, Wire, escape};
 
 /// Where a server is, by both protocols, and how to get in.
 #[derive(Clone)]
@@ -24,14 +22,7 @@ pub(super) struct Place {
 
 impl Place {
     pub(super) fn wire(&self) -> Wire {
-        let begun = std::time::Instant::now();
-        loop {
-            match Wire::connect(self.http, self.tls.as_ref()) {
-                Ok(wire) => return wire,
-                Err(error) => assert!(begun.elapsed() < LIMIT, "{}: {error}", self.http),
-            }
-            thread::sleep(millis(5));
-        }
+        Wire::open(self.http, self.tls.as_ref())
     }
 
     /// The same request with what is needed to be let in.
@@ -96,12 +87,14 @@ impl Place {
     }
 
     /// A client of the line protocol.
-    pub(super) fn line(&self) -> support::Client {
+    pub(super) fn line(&self) -> dflockd_testkit::Client {
         let socket = TcpStream::connect(self.line).expect("the server listens");
         socket.set_nodelay(true).unwrap();
         match &self.tls {
-            None => support::Client::over(socket),
-            Some(config) => support::Client::over_tls(socket, Arc::clone(config)).unwrap().0,
+            None => dflockd_testkit::Client::over(socket),
+            Some(config) => {
+                dflockd_testkit::Client::over_tls(socket, Arc::clone(config)).unwrap().0
+            }
         }
     }
 
@@ -200,10 +193,8 @@ impl Site {
     /// One node with a log on disk.
     pub(super) fn durable(args: &[&str]) -> Self {
         let dir = Dir::new();
-        let (log, peer) = (dir.name("log"), harness::free_addresses(harness::host(), 1)[0]);
-        let peer = peer.to_string();
-        let mut all = vec!["--raft-dir", &log, "--node-id", "n1", "--raft-addr", &peer];
-        all.extend(["--cluster-bootstrap", "--raft-auth-token", harness::SECRET]);
+        let flags = single(&dir);
+        let mut all: Vec<&str> = flags.iter().map(String::as_str).collect();
         all.extend_from_slice(args);
         let site = Self::launch(dir, None, &all);
         site.wait_until_ready();
@@ -211,23 +202,8 @@ impl Site {
     }
 
     fn launch(dir: Dir, tls: Option<Arc<ClientConfig>>, args: &[&str]) -> Self {
-        let mut tries = 0;
-        let (server, http) = loop {
-            // The system cannot choose this port: 0 means that there is no HTTP.
-            let http = harness::free_addresses(Ipv4Addr::LOCALHOST, 1)[0];
-            let mut command = support::command(args);
-            command.args(["--http-port", &http.port().to_string()]);
-            match Server::try_launch(command) {
-                Ok(server) => break (server, http),
-                Err(error) => {
-                    tries += 1;
-                    let taken = error.to_lowercase().contains("in use");
-                    assert!(taken && tries < 5, "{error}");
-                }
-            }
-        };
+        let (server, http) = Server::start_with_door("--http-port", args);
         let place = Place { http, line: server.address, tls, bearer: None };
-        place.wire();
         Self { place, server, _dir: dir }
     }
 }
@@ -241,14 +217,10 @@ pub(super) struct Members {
 impl Members {
     pub(super) fn start(size: usize, flags: &[&str]) -> Self {
         // The usual election timeout: these tests are not about elections, and the machine may be busy.
-        let mut cluster = Cluster::prepare(Turn::shared(), size, flags, <[SocketAddr]>::to_vec);
-        let doors = more_addresses(&cluster, size);
-        for (node, door) in cluster.nodes.iter_mut().zip(&doors) {
-            node.flags.extend(["--http-port".to_owned(), door.port().to_string()]);
-            node.start();
-        }
-        cluster.wait_until_ready();
-        let place = |(node, http): (&harness::Node, SocketAddr)| Place {
+        let mut cluster = Cluster::prepare(Turn::shared(), size, flags);
+        let doors = cluster.add_door("--http-port");
+        cluster.start_all();
+        let place = |(node, http): (&Node, SocketAddr)| Place {
             http,
             line: node.client,
             tls: None,
@@ -270,24 +242,6 @@ impl Members {
     }
 }
 
-/// More free ports for a cluster, none of which its members will use.
-pub(super) fn more_addresses(cluster: &Cluster, count: usize) -> Vec<SocketAddr> {
-    let IpAddr::V4(host) = cluster.nodes[0].client.ip() else { panic!("clusters use IPv4") };
-    let mut found = Vec::new();
-    while found.len() < count {
-        for address in harness::free_addresses(host, count) {
-            // What is reserved is not bound yet: the system may give the same port again.
-            let text = address.to_string();
-            let mut flags = cluster.nodes.iter().flat_map(|node| &node.flags);
-            if !found.contains(&address) && !flags.any(|flag| flag.contains(&text)) {
-                found.push(address);
-            }
-        }
-    }
-    found.truncate(count);
-    found
-}
-
 /// A grant as it was told.
 #[derive(Clone, Debug)]
 pub(super) struct Grant {
@@ -304,7 +258,7 @@ impl Grant {
         let token = body["token"].as_str().expect("a token").to_owned();
         assert!(is_id(&token), "{token}");
         let fence = body["fence"].as_str().expect("a fence is a string").parse().expect("decimal");
-        assert_eq!(fence, support::fence(&token), "R5: the token begins with the fence");
+        assert_eq!(fence, dflockd_testkit::fence(&token), "R5: the token begins with the fence");
         let lease_ms = body["lease_ttl_ms"].as_u64().expect("milliseconds");
         assert_eq!(body["lease_ttl_s"].as_u64(), Some(lease_ms / 1000), "{body}");
         assert_eq!(body["valid_for_ms"].as_u64(), Some(lease_ms), "{body}");
@@ -383,5 +337,5 @@ pub(super) fn granted(wire: &mut Wire) -> Grant {
 /// That no answer comes for a while.
 #[track_caller]
 pub(super) fn still_waits(wire: &mut Wire) {
-    assert_eq!(wire.hear(support::A_WHILE), Got::Nothing);
+    assert_eq!(wire.hear(dflockd_testkit::A_WHILE), Got::Nothing);
 }

@@ -1,10 +1,10 @@
 //! Signals as server-sent events, and from and to the line protocol.
 
+use dflockd_testkit::http::{Ask, Got, escape};
+use dflockd_testkit::{A_WHILE, eventually};
 use serde_json::{Value, json};
 
 use super::site::{Place, Site};
-use super::support::{A_WHILE, eventually};
-use super::wire::{Ask, Got, escape};
 
 fn sig(channel: &str, payload: &str) -> Value {
     json!({ "channel": channel, "payload": payload })
@@ -125,7 +125,7 @@ fn streams_are_pinged() {
         [("signals", &mut signals), ("watch", &mut watch), ("election", &mut election)]
     {
         eventually(&format!("two pings of {name}"), || {
-            assert_eq!(stream.hear(super::support::millis(100)), Err(Got::Nothing));
+            assert_eq!(stream.hear(dflockd_testkit::millis(100)), Err(Got::Nothing));
             (stream.pings >= 2).then_some(())
         });
     }
@@ -144,7 +144,7 @@ fn streams_outlive_the_idle_timeout() {
         let mut events = site.events("/v1/signals?pattern=a");
         let begun = std::time::Instant::now();
         while begun.elapsed().as_secs() < 4 {
-            assert_eq!(events.hear(super::support::millis(500)), Err(Got::Nothing));
+            assert_eq!(events.hear(dflockd_testkit::millis(500)), Err(Got::Nothing));
         }
         assert_eq!(publish(&site, "a", "still here"), 1);
         events.expect("sig", &sig("a", "still here"));
@@ -153,14 +153,14 @@ fn streams_outlive_the_idle_timeout() {
 
 #[test]
 fn a_ping_interval_above_the_idle_timeout_is_refused() {
-    let port = super::harness::free_addresses(std::net::Ipv4Addr::LOCALHOST, 1)[0].port();
+    let port = dflockd_testkit::free_address().port();
     let port = port.to_string();
     let args = ["--http-port", &port, "--http-session-idle-timeout", "5"];
     let mut args = args.to_vec();
     args.extend(["--http-sse-ping-interval", "5", "--port", "0"]);
-    let output = super::support::run_to_end(super::support::command(&args));
-    assert_eq!(output.status.code(), Some(1));
-    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    let output = dflockd_testkit::run(dflockd_testkit::command(&args));
+    assert_eq!(output.code, 1);
+    let text = output.err;
     assert!(text.contains("http-sse-ping-interval"), "{text}");
 }
 

@@ -1,10 +1,10 @@
 //! The scripts of the line protocol through HTTP.
 
+use dflockd_testkit::script::list::Difference;
+use dflockd_testkit::{each_script, play_through};
 use dflockd_wire::{Frame, Op};
 
 use super::play::Played;
-use super::through::play_through;
-use super::transcript::scripts::{Difference, each_script};
 
 each_script!(play_through, Played);
 

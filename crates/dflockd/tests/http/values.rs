@@ -1,10 +1,10 @@
 //! Counters, key-value entries, lists and barriers.
 
+use dflockd_testkit::eventually;
+use dflockd_testkit::http::Ask;
 use serde_json::{Value, json};
 
 use super::site::{Place, Session, Site, still_waits};
-use super::support::eventually;
-use super::wire::Ask;
 
 /// What the routes do when all is well. GUARANTEES 23 to 28 as one client sees them.
 pub(super) fn tour(place: &Place) {

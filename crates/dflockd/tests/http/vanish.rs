@@ -2,11 +2,11 @@
 
 use std::time::Instant;
 
+use dflockd_testkit::http::{Ask, Wire};
+use dflockd_testkit::{LIMIT, Noise, eventually};
 use serde_json::{Value, json};
 
 use super::site::{Grant, Place, Site, granted};
-use super::support::{LIMIT, Noise, eventually};
-use super::wire::{Ask, Wire};
 
 /// What holds in each mode.
 pub(super) fn tour(place: &Place) {
@@ -173,7 +173,7 @@ fn every_long_poll_notices() {
         // A reset can overtake the request itself; then it is sent again.
         eventually("the place is given up", || {
             let gone = goner.begin(&format!("{base}/wait"), &json!({ "timeout_s": 600 }));
-            std::thread::sleep(super::support::millis(20));
+            std::thread::sleep(dflockd_testkit::millis(20));
             gone.reset();
             (site.crowd(key) == (1, 0)).then_some(())
         });

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
+use dflockd_testkit::http::{Ask, Event, Events, Got};
+use dflockd_testkit::{A_WHILE, LIMIT, Noise, eventually, millis};
 use serde_json::{Value, json};
 
 use super::site::{Place, Site, granted};
-use super::support::{A_WHILE, LIMIT, Noise, eventually, millis};
-use super::wire::{Ask, Event, Events, Got};
 
 /// An event of a watch: revision, event, key.
 type Change = (u64, String, String);
@@ -118,7 +118,7 @@ fn churn(place: &Place, stop: &AtomicBool, allowed: &AtomicU64) -> u64 {
         // A release that grants to the next in line is two events of one change.
         b.begin("l", &key, "60 600");
         a.check("r", &key, &token, "ok");
-        let token = super::support::granted(&b.line());
+        let token = dflockd_testkit::granted(&b.line());
         b.check("r", &key, &token, "ok");
         made += 4;
     }
@@ -274,9 +274,9 @@ fn a_slow_watcher_is_cut_off() {
 }
 
 /// A connection whose buffers are soon full.
-fn narrow(site: &Site) -> super::wire::Wire {
+fn narrow(site: &Site) -> dflockd_testkit::http::Wire {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.set_recv_buffer_size(8 * 1024).unwrap();
     socket.connect(&site.http.into()).unwrap();
-    super::wire::Wire::over(socket.into(), None).unwrap()
+    dflockd_testkit::http::Wire::over(socket.into(), None).unwrap()
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::support::{Client, Heard, LIMIT, Server, eventually, millis};
+use dflockd_testkit::{Client, Heard, LIMIT, Server, eventually, millis};
 
 /// How long anybody else waits for an answer meanwhile. A sign of life, not a measurement.
 const BYSTANDER_MAX: Duration = Duration::from_secs(2);

@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use super::support::{A_WHILE, Client, Either, Server, fence, millis};
+use dflockd_testkit::{A_WHILE, Client, Server, command, fence, millis, run};
+
+use super::both::Either;
 
 const TOKEN: &str = "correct-horse-battery-staple";
 
@@ -199,7 +201,6 @@ fn no_secret_is_ever_printed() {
 
 #[test]
 fn a_misspelt_flag_does_not_print_the_token_behind_it() {
-    use super::support::{command, run_to_end};
     let mut with_env = command(&["--max-locks", "0"]);
     with_env.env("DFLOCKD_AUTH_TOKEN", "canary-5ec2e7");
     for command in [
@@ -208,10 +209,9 @@ fn a_misspelt_flag_does_not_print_the_token_behind_it() {
         command(&["--auth-token", "canary-5ec2e7", "--max-locks=0"]),
         with_env,
     ] {
-        let output = run_to_end(command);
-        assert_eq!(output.status.code(), Some(1));
-        let text = [output.stdout, output.stderr].concat();
-        let text = String::from_utf8_lossy(&text);
+        let output = run(command);
+        assert_eq!(output.code, 1);
+        let text = output.out + &output.err;
         assert!(text.contains("configuration error: "), "{text}");
         assert!(!text.contains("canary-5ec2e7"), "{text}");
     }

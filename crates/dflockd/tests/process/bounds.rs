@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use dflockd_engine::FenceFile;
-
-use super::support::{Dir, Server, command, eventually, granted, run_to_end};
+use dflockd_testkit::{Dir, Server, command, eventually, granted, run};
 
 /// The longest time that a request can name, 292 years.
 const FOR_EVER: u64 = 9_223_372_036;
@@ -32,9 +31,9 @@ fn a_longer_lease_is_shortened_to_the_longest() {
 #[test]
 fn a_default_lease_above_the_longest_is_refused() {
     let flags = ["--port", "0", "--default-lease-ttl", "100", "--max-lease-ttl", "50"];
-    let output = run_to_end(command(&flags));
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{said}");
+    let output = run(command(&flags));
+    let said = &output.err;
+    assert!(output.code != 0, "{said}");
     assert!(said.contains("--default-lease-ttl (100 s) is above --max-lease-ttl (50 s)"), "{said}");
 }
 

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::thread;
 
-use super::support::{Client, Heard, LIMIT, Server, eventually, granted, millis};
+use dflockd_testkit::{Client, Heard, LIMIT, Server, eventually, granted, millis};
 
 /// That the server closes the socket without a byte.
 #[track_caller]

@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use super::support::{Client, Either, Server, fence, granted};
+use dflockd_testkit::{Client, Server, fence, granted};
+
+use super::both::Either;
 
 const CLIENTS: usize = 64;
 

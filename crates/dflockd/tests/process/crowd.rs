@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use super::support::{LIMIT, Server, eventually};
+use dflockd_testkit::{LIMIT, Server, eventually};
 
 /// What an idle connection with a lock may cost here, in an unoptimised build with other tests beside it. The aim for
 /// a release build is 2 KiB.

@@ -2,32 +2,21 @@
 //! causes many of them neither fills a disk nor hides what operators do.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::support::{
-    A_WHILE, Client, Dir, EXE, Heard, LIMIT, Reaper, Server, command, eventually, fence, millis,
+use dflockd_testkit::process::{Reaper, limited};
+use dflockd_testkit::{
+    A_WHILE, Client, Dir, Heard, LIMIT, Server, command, eventually, fence, free_address, millis,
 };
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
 
-/// A port that is free now.
-fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
-}
-
 /// A server that may have so many files open.
 fn start_with_limit(files: u64, flags: &[&str]) -> Server {
-    let mut limited = Command::new("/bin/sh");
-    limited.args(["-c", &format!("ulimit -n {files} && exec \"$0\" \"$@\""), EXE]).args(flags);
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("DFLOCKD_") {
-            limited.env_remove(name);
-        }
-    }
-    Server::launch(limited)
+    Server::launch(limited(&format!("-n {files}"), flags))
 }
 
 /// The limit of a running server from now on.
@@ -74,7 +63,7 @@ const TOKEN: &str = "the-token-of-the-clients";
 /// GUARANTEES 48: strangers at one API use up its share of the descriptors, not those of the others.
 #[test]
 fn strangers_at_one_api_leave_room_at_the_others() {
-    let (http, grpc) = (free_port(), free_port());
+    let (http, grpc) = (free_address().port(), free_address().port());
     let (http_flag, grpc_flag) = (http.to_string(), grpc.to_string());
     let flags = ["--http-port", &http_flag, "--grpc-port", &grpc_flag, "--auth-token", TOKEN];
     let mut server = start_with_limit(300, &flags);
@@ -114,7 +103,7 @@ fn strangers_at_one_api_leave_room_at_the_others() {
 /// GUARANTEES 48: the caps of HTTP and gRPC are exact, and a place is free again however its connection ended.
 #[test]
 fn http_and_grpc_have_caps() {
-    let (http, grpc) = (free_port(), free_port());
+    let (http, grpc) = (free_address().port(), free_address().port());
     let (http_flag, grpc_flag) = (http.to_string(), grpc.to_string());
     let flags = ["--http-port", &http_flag, "--grpc-port", &grpc_flag];
     let caps = ["--http-max-connections", "3", "--grpc-max-connections", "3"];

@@ -7,9 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use dflockd_engine::FenceFile;
-
-use super::support::{
-    Client, Dir, Heard, Server, command, eventually, exists, fence, granted, millis, run_to_end,
+use dflockd_testkit::{
+    Client, Dir, Heard, Server, command, eventually, fence, granted, millis, run,
 };
 
 /// Takes and gives locks until the server dies; tells every fence it was given.
@@ -19,14 +18,14 @@ fn grant_until_death(mut client: Client, key: &str, told: &Mutex<Vec<u64>>, coun
         if client_died(&mut client, &request) {
             return;
         }
-        let Heard::Line(answer) = client.hear(super::support::LIMIT) else { return };
+        let Heard::Line(answer) = client.hear(dflockd_testkit::LIMIT) else { return };
         let token = granted(&answer);
         told.lock().unwrap().push(fence(&token));
         count.fetch_add(1, Ordering::Relaxed);
         if client_died(&mut client, &format!("r\n{key}\n{token}\n")) {
             return;
         }
-        match client.hear(super::support::LIMIT) {
+        match client.hear(dflockd_testkit::LIMIT) {
             Heard::Line(answer) => assert_eq!(answer, "ok"),
             Heard::End | Heard::Nothing => return,
         }
@@ -112,9 +111,9 @@ fn the_end_of_all_fences_is_an_error_not_a_new_beginning() {
 /// That the server does not start and says why.
 #[track_caller]
 fn refused(file: &str, reason: &str) {
-    let output = run_to_end(command(&["--port", "0", "--fence-state-file", file]));
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    let output = run(command(&["--port", "0", "--fence-state-file", file]));
+    let text = &output.err;
+    assert_eq!(output.code, 1, "{text}");
     assert!(text.contains(file) && text.contains(reason), "{reason:?} is not in {text}");
 }
 
@@ -159,7 +158,7 @@ fn a_damaged_file_is_refused() {
         assert_eq!(fs::read(&file).unwrap(), bytes, "it was changed");
     }
     refused(&dir.name("no/such/directory"), "cannot");
-    assert!(!exists(&dir.path("no")));
+    assert!(!dir.path("no").exists());
     // One slot alone is enough: that is what a torn write leaves.
     fs::write(&file, damaged(|bytes| bytes[24] ^= 1)).unwrap();
     Server::start(&["--fence-state-file", &file]).connect().lock("k", "0");

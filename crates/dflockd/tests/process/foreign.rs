@@ -3,7 +3,9 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 
-use super::support::{Client, LIMIT, Pair, Server, TlsServer, eventually};
+use dflockd_testkit::{Client, LIMIT, Pair, Server, eventually};
+
+use super::both::TlsServer;
 
 const BODY: &str =
     "kset\nevil\nowned\nkset\nevil\nowned\n\nkset\nevil\nowned\n\n\nkset\nevil\nowned\n";

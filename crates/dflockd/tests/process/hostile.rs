@@ -5,7 +5,7 @@ use std::net::Shutdown;
 use std::thread;
 use std::time::Duration;
 
-use super::support::{Client, Heard, LIMIT, Noise, Server, eventually, granted, millis};
+use dflockd_testkit::{Client, Heard, LIMIT, Noise, Server, eventually, granted, millis};
 
 /// A client that must not notice anything.
 struct Witness {
@@ -230,7 +230,10 @@ fn keys_of_any_bytes() {
         client.send([b"l\n", key, b"\n0 600\n"].concat());
         let token = granted(&client.line());
         let stats = witness.client.stats();
-        assert!(super::support::entry(&stats, "locks", shown).is_some(), "{shown:?} {stats}");
+        assert!(
+            dflockd_testkit::line::entry(&stats, "locks", shown).is_some(),
+            "{shown:?} {stats}"
+        );
         client.send([b"r\n", key, b"\n", token.as_bytes(), b"\n"].concat());
         assert_eq!(client.line(), "ok");
     }

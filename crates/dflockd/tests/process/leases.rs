@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::support::{Client, Server, eventually, granted, millis};
+use dflockd_testkit::{Client, Server, eventually, granted, millis};
 
 fn in_millis(server: &Server) -> Client {
     let mut client = server.connect();

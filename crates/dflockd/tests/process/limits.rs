@@ -5,7 +5,9 @@ use std::io::{Read, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::support::{A_WHILE, Client, Either, Heard, LIMIT, Server, eventually, granted, millis};
+use dflockd_testkit::{A_WHILE, Client, Heard, LIMIT, Server, eventually, granted, millis};
+
+use super::both::Either;
 
 #[test]
 fn a_started_request_must_be_finished() {

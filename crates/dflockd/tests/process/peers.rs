@@ -4,7 +4,10 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::support::{Client, Either, Reaper, Server, eventually, granted};
+use dflockd_testkit::process::Reaper;
+use dflockd_testkit::{Client, Server, eventually, granted};
+
+use super::both::Either;
 
 /// How soon the next one must be served.
 const PROMPTLY: Duration = Duration::from_secs(1);

@@ -4,9 +4,9 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::support::{
-    A_WHILE, Client, Dir, Heard, Pair, Server, TlsServer, eventually, granted, millis,
-};
+use dflockd_testkit::{A_WHILE, Client, Dir, Heard, Pair, Server, eventually, granted, millis};
+
+use super::both::TlsServer;
 
 /// Waits until nobody can connect any more.
 fn wait_for_closed_listener(server: &Server) {
@@ -213,7 +213,7 @@ fn the_admin_token_file_is_reloaded() {
     let server = Server::start(&["--admin-token-file", &file, "--auth-failure-rate-per-ip", "0"]);
     let mut holder = server.connect();
     let token = holder.lock("k", "0 600");
-    let fence = super::support::fence(&token);
+    let fence = dflockd_testkit::fence(&token);
     dir.write("token", "second");
     server.signal("HUP");
     let arg = |token| format!("{token} lock {fence} because");
@@ -222,6 +222,6 @@ fn the_admin_token_file_is_reloaded() {
     });
     let mut old = server.connect();
     old.check("force-release", "k", &arg("first"), "error_auth");
-    assert_eq!(old.hear(super::support::LIMIT), Heard::End);
+    assert_eq!(old.hear(dflockd_testkit::LIMIT), Heard::End);
     granted(&holder.ask("l", "k", "0"));
 }

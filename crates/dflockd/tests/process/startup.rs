@@ -2,19 +2,19 @@
 
 use std::net::TcpListener;
 
-use super::support::{Dir, Server, command, run_to_end};
+use dflockd_testkit::{Dir, Server, command, run};
 
 /// That the server does not start and says why, in one line of the agreed form.
 #[track_caller]
 fn refused(args: &[&str], env: &[(&str, &str)], parts: &[&str]) {
     let mut start = command(args);
     start.envs(env.iter().copied());
-    let output = run_to_end(start);
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?} {env:?} {text}");
+    let output = run(start);
+    let text = &output.err;
+    assert_eq!(output.code, 1, "{args:?} {env:?} {text}");
     assert!(text.starts_with("configuration error: "), "{args:?} {env:?} {text}");
     assert_eq!(text.lines().count(), 1, "{text}");
-    assert!(output.stdout.is_empty(), "{:?}", output.stdout);
+    assert!(output.out.is_empty(), "{:?}", output.out);
     for part in parts {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -49,9 +49,9 @@ fn bad_values_of_flags() {
         ("--log-format", "xml"),
     ] {
         let got = [format!("(got {value})"), format!("(got \"{value}\")")];
-        let output = run_to_end(command(&[flag, value]));
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{flag} {value} {text}");
+        let output = run(command(&[flag, value]));
+        let text = &output.err;
+        assert_eq!(output.code, 1, "{flag} {value} {text}");
         assert!(text.starts_with(&format!("configuration error: {flag} must be ")), "{text}");
         assert!(got.iter().any(|got| text.contains(got)), "{text}");
     }
@@ -143,11 +143,11 @@ fn help_and_version() {
         (&["--version"], env!("CARGO_PKG_VERSION")),
         (&["-version", "--port=x"], env!("CARGO_PKG_VERSION")),
     ] {
-        let output = run_to_end(command(args));
-        let stdout = String::from_utf8(output.stdout).unwrap();
-        assert_eq!(output.status.code(), Some(0), "{args:?}");
+        let output = run(command(args));
+        let stdout = output.out;
+        assert_eq!(output.code, 0, "{args:?}");
         assert!(stdout.contains(text), "{stdout}");
-        assert!(output.stderr.is_empty(), "{args:?}");
+        assert!(output.err.is_empty(), "{args:?}");
         if text == env!("CARGO_PKG_VERSION") {
             assert_eq!(stdout, format!("{text}\n"));
         }
@@ -159,9 +159,9 @@ fn a_port_in_use() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let port = taken.local_addr().unwrap().port().to_string();
-    let output = run_to_end(command(&["--port", &port]));
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    let output = run(command(&["--port", &port]));
+    let text = &output.err;
+    assert_eq!(output.code, 1, "{text}");
     assert!(text.contains(&address), "{text}");
 }
 

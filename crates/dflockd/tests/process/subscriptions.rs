@@ -9,8 +9,8 @@ use dflockd_engine::replica::disk::RealDisk;
 use dflockd_engine::replica::log::{LogBatch, LogOptions, LogStore};
 use dflockd_engine::replica::machine::Machine;
 use dflockd_engine::replica::types::{Action, Item};
-
-use super::support::{Client, Dir, EXE, Server, clean, eventually};
+use dflockd_testkit::process::limited;
+use dflockd_testkit::{Client, Dir, Server, eventually};
 
 /// More than anything here may take: what is measured includes buffers of the server's own.
 const ROOM_KIB: u64 = 16 << 10;
@@ -168,14 +168,10 @@ fn detach_and_attach(server: &Server, groups: usize) {
 
 /// A durable node in a directory, with 2.3 GB of address space.
 fn durable(dir: &Dir) -> Command {
-    let mut shell = Command::new("/bin/sh");
     let raft_dir = dir.name("data");
-    shell.args(["-c", "ulimit -v 2300000; exec \"$@\"", "sh", EXE]);
     // Nobody dials it, so any free port will do.
-    shell.args(["--raft-dir", &raft_dir, "--node-id", "a", "--raft-addr", "127.0.0.1:0"]);
-    shell.arg("--cluster-bootstrap");
-    clean(&mut shell);
-    shell
+    let node = ["--raft-dir", &raft_dir, "--node-id", "a", "--raft-addr", "127.0.0.1:0"];
+    limited("-v 2300000", &[&node[..], &["--cluster-bootstrap"]].concat())
 }
 
 /// Adds what a server wrote that took patterns of any length: one session of its last run with many of them.

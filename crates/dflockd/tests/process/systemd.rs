@@ -1,9 +1,9 @@
 //! What the service manager sees.
 
 use std::os::unix::net::UnixDatagram;
-use std::process::Command;
 
-use super::support::{A_WHILE, Dir, EXE, LIMIT, Server, command};
+use dflockd_testkit::process::limited;
+use dflockd_testkit::{A_WHILE, Dir, LIMIT, Server, command};
 
 #[test]
 fn readiness_and_the_end_are_told() {
@@ -46,9 +46,7 @@ fn a_missing_manager_does_no_harm() {
 
 #[test]
 fn the_soft_limit_of_files_is_raised() {
-    let mut start = Command::new("sh");
-    start.args(["-c", "ulimit -S -n 256; exec \"$0\" \"$@\"", EXE]);
-    let server = Server::launch(start);
+    let server = Server::launch(limited::<&str>("-S -n 256", &[]));
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", server.pid())).unwrap();
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
     let words: Vec<_> = line.split_whitespace().collect();

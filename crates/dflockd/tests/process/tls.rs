@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
+use dflockd_testkit::certificates::trusting;
+use dflockd_testkit::{Client, Dir, LIMIT, Pair, Server, command, eventually, millis, run};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::{ProtocolVersion, version};
 
-use super::support::{
-    Client, Dir, LIMIT, Pair, Server, TlsServer, command, eventually, millis, run_to_end, trusting,
-};
+use super::both::TlsServer;
 
 #[test]
 fn both_versions() {
@@ -132,9 +132,9 @@ fn a_stalled_handshake_is_cut() {
 /// That the server does not start and says why.
 #[track_caller]
 fn refused(args: &[String], parts: &[&str]) {
-    let output = run_to_end(command(args));
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{args:?} {text}");
+    let output = run(command(args));
+    let text = &output.err;
+    assert_eq!(output.code, 1, "{args:?} {text}");
     for part in parts {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
@@ -191,7 +191,7 @@ fn many_connections() {
         client.begin("l", &format!("k{number}"), "0 600");
     }
     for client in &mut clients {
-        super::support::granted(&client.line());
+        dflockd_testkit::granted(&client.line());
     }
     let mut witness = tls.connect();
     let stats = witness.stats();

@@ -3,11 +3,12 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Instant;
 
+use dflockd_testkit::{
+    Client, Dir, Heard, LIMIT, Server, command, eventually, granted, millis, run,
+};
 use socket2::{Domain, Socket, Type};
 
-use super::support::{
-    Client, Dir, Heard, LIMIT, Server, TlsServer, command, eventually, granted, millis, run_to_end,
-};
+use super::both::TlsServer;
 
 const OLD: &str = "the-token-that-was-before";
 const NEW: &str = "the-token-that-comes-now";
@@ -297,9 +298,9 @@ fn weak_tokens_are_warned_about() {
         ),
         (empty, "DFLOCKD_AUTH_TOKEN is set but empty: unset it"),
     ] {
-        let output = run_to_end(refused);
-        assert_eq!(output.status.code(), Some(1));
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let output = run(refused);
+        assert_eq!(output.code, 1);
+        let text = output.err;
         assert!(text.contains(why), "{text}");
     }
 }

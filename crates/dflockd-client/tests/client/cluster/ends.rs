@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use dflockd_client::{Instant, Lost};
+use dflockd_testkit::eventually::tasks::{eventually, soon};
 
-use super::super::support::eventually;
-use super::harness::{LEASE, Nodes, crowded, eventually_free, held, soon};
+use super::super::server::crowded;
+use super::nodes::{LEASE, Nodes, eventually_free, held};
 
 const ADMIN: &str = "0123456789abcdef-admin";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn all_members_are_down_for_less_than_a_lease() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     let (client, other) = (nodes.client("holder").await, nodes.client("other").await);
     let lease = LEASE * 2;
     let guard = client.lock("k").lease(lease).acquire().await.unwrap();
@@ -25,7 +26,7 @@ async fn all_members_are_down_for_less_than_a_lease() {
     // A request that is made now waits for them.
     let counter = client.counter("c");
     let added = tokio::spawn(async move { counter.add(1).await });
-    nodes.start_all().await;
+    nodes.start_all();
     assert_eq!(soon("an addition", added).await.unwrap().unwrap(), 1);
     soon("a renewal", guard.renew()).await.unwrap();
     assert!(guard.is_valid() && !wait.is_finished());
@@ -39,7 +40,7 @@ async fn all_members_are_down_for_less_than_a_lease() {
 /// R4: whoever can not renew in time knows it in time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_guard_is_lost_if_the_members_are_not_back_in_time() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     let client = nodes.client("holder").await;
     let guard = client.lock("k").lease(Duration::from_secs(2)).acquire().await.unwrap();
     for at in 0..3 {
@@ -50,7 +51,7 @@ async fn a_guard_is_lost_if_the_members_are_not_back_in_time() {
     // Expired only if this machine stood still before they were killed.
     assert!(matches!(reason, Lost::Unreachable | Lost::Expired), "{reason}");
     assert!(!guard.is_valid() && Instant::now() >= valid_until);
-    nodes.start_all().await;
+    nodes.start_all();
     let fence = guard.fence();
     drop(guard);
     let again = held(&client, "k").await;
@@ -59,7 +60,7 @@ async fn a_guard_is_lost_if_the_members_are_not_back_in_time() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_session_is_ended_and_another_is_handed_on() {
-    let nodes = Nodes::start(&["--admin-token", ADMIN]).await;
+    let nodes = Nodes::start(&["--admin-token", ADMIN]);
     let (client, admin) = (nodes.client("holder").await, nodes.client("admin").await);
     let guard = held(&client, "k").await;
     let about = admin.inspect(b"k").await.unwrap().unwrap();

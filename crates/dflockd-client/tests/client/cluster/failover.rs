@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, ClientBuilder, Guard, Instant};
+use dflockd_testkit::eventually::tasks::soon;
+use dflockd_testkit::millis;
 use parking_lot::Mutex;
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::harness::{
-    Nodes, Stay, check_stays, crowded, eventually_more, held, millis, moved_from, node_of, soon,
-};
+use super::super::server::crowded;
+use super::nodes::{Nodes, Stay, check_stays, eventually_more, held, moved_from, node_of};
 
 const LOCKS: usize = 100;
 /// How often a leader is killed.
@@ -117,14 +118,14 @@ fn stand_in_line(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
-    let nodes = Nodes::start(&[]).await;
+    let nodes = Nodes::start(&[]);
     let builder = nodes.builder();
     kill_leaders(nodes, builder, kills(5)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leaders_are_killed_under_clients_by_grpc() {
-    let nodes = Nodes::start(&[]).await;
+    let nodes = Nodes::start(&[]);
     let builder = nodes.grpc_builder();
     kill_leaders(nodes, builder, kills(3)).await;
 }
@@ -175,7 +176,7 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
     let mut released: Vec<Instant> = Vec::new();
     let mut hits = 0;
     for kill in 0..kills {
-        let leader = nodes.leader().await;
+        let leader = nodes.leader();
         let next_at = Instant::now() + EVERY;
         hits += usize::from(node_of(&client).await == leader);
         nodes.kill(leader);
@@ -196,7 +197,7 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
         for guard in &mine {
             assert!(guard.is_valid(), "kill {kill}: {:?}", soon("why", guard.lost()).await);
         }
-        nodes.restart(leader).await;
+        nodes.restart(leader);
         tokio::time::sleep(next_at.remaining()).await;
     }
     if hits == 0 {
@@ -204,7 +205,7 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
         let home = node_of(&client).await;
         nodes.kill(home);
         moved_from(&client, home).await;
-        nodes.restart(home).await;
+        nodes.restart(home);
     }
     for guard in &mine {
         assert!(guard.is_valid(), "{:?}", soon("why", guard.lost()).await);

@@ -1,14 +1,16 @@
 //! The member that a client talks to dies, stops, is cut off or is restarted (promises 17, 19, 21).
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use dflockd_client::{Client, Guard, Instant};
+use dflockd_testkit::cluster::Addresses;
+use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::peers::Proxy;
 use tokio::task::JoinHandle;
 
-use super::super::support::{Proxy as Wire, eventually};
-use super::harness::{LEASE, Nodes, crowded, held, moved_from, node_of, soon};
-use super::proxy::Proxy;
+use super::super::proxy::Proxy as Wire;
+use super::super::server::crowded;
+use super::nodes::{LEASE, Nodes, held, moved_from, node_of};
 
 /// A wait that blocks, once it is known to be in the queue.
 async fn waiting(client: &Client, key: &str, looker: &Client) -> JoinHandle<Guard> {
@@ -60,26 +62,26 @@ async fn members_are_killed(nodes: &mut Nodes, connect: impl AsyncFn(&Nodes) -> 
         let at = match round {
             0 => node_of(&pair.holder).await,
             1 => node_of(&pair.waiter).await,
-            _ => nodes.leader().await,
+            _ => nodes.leader(),
         };
         nodes.kill(at);
         moved_from(&pair.holder, at).await;
         moved_from(&pair.waiter, at).await;
         assert_eq!((pair.holder.session(), pair.guard.fence()), (session, fence));
         pair.check().await;
-        nodes.restart(at).await;
+        nodes.restart(at);
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_member_of_a_client_is_killed() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     members_are_killed(&mut nodes, async |nodes| nodes.client("lines").await).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_member_of_a_client_by_grpc_is_killed() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     let connect = async |nodes: &Nodes| nodes.grpc_builder().connect().await.unwrap();
     members_are_killed(&mut nodes, connect).await;
 }
@@ -87,18 +89,18 @@ async fn the_member_of_a_client_by_grpc_is_killed() {
 /// A stopped process accepts connections and says nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_member_of_a_client_is_stopped() {
-    let nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     // One of them is at the leader, whose silence is the worst.
     let holder = nodes.builder().prefer_leader(true).connect().await.unwrap();
     let pair = Pair::of(holder, nodes.client("waiter").await, "k").await;
-    let leader = nodes.leader().await;
+    let leader = nodes.leader();
     moved_from(&pair.holder, (leader + 1) % 3).await;
     nodes.signal(leader, "STOP");
     moved_from(&pair.holder, leader).await;
     moved_from(&pair.waiter, leader).await;
     soon("a renewal", pair.guard.renew()).await.unwrap();
     nodes.signal(leader, "CONT");
-    nodes.wait_until_ready().await;
+    nodes.wait_until_ready();
     pair.check().await;
 }
 
@@ -106,15 +108,9 @@ async fn the_member_of_a_client_is_stopped() {
 /// nothing by itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_member_of_a_client_is_cut_off_from_the_others() {
-    let mut network = None;
-    let dialed = |peers: &[SocketAddr]| {
-        let (proxy, dialed) = Proxy::start(peers);
-        network = Some(proxy);
-        dialed
-    };
-    let mut nodes = Nodes::prepare(&[], async |clients| clients.to_vec(), dialed).await;
-    nodes.start_all().await;
-    let network = network.unwrap();
+    let mut addresses = Addresses::free(3);
+    let network = Proxy::between(&mut addresses);
+    let nodes = Nodes::start_at(addresses, &[]);
     let pair = Pair::new(&nodes, "k").await;
     let others = |at: usize| [(at + 1) % 3, (at + 2) % 3];
     let at = node_of(&pair.waiter).await;
@@ -123,38 +119,38 @@ async fn the_member_of_a_client_is_cut_off_from_the_others() {
     moved_from(&pair.holder, at).await;
     soon("a renewal", pair.guard.renew()).await.unwrap();
     network.heal();
-    nodes.wait_until_ready().await;
+    nodes.wait_until_ready();
     // Whatever the member had not passed on does no harm now.
     let at = node_of(&pair.holder).await;
     network.isolate(at, &others(at));
     moved_from(&pair.holder, at).await;
     network.heal();
-    nodes.wait_until_ready().await;
+    nodes.wait_until_ready();
     pair.check().await;
+}
+
+/// Something between each member and its clients.
+async fn wires_before(addresses: &mut Addresses) -> Vec<Wire> {
+    let mut wires = Vec::new();
+    for (client, advertised) in addresses.clients.iter().zip(&mut addresses.advertised) {
+        let wire = Wire::to(*client).await;
+        *advertised = wire.address;
+        wires.push(wire);
+    }
+    wires
 }
 
 /// An attempt to attach at a member that is cut off is executed when that member is back, and takes the session away
 /// from where it is by then. That is no loss.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_attempt_to_attach_comes_late() {
-    let (mut wires, mut network) = (Vec::new(), None);
-    let advertised = async |clients: &[SocketAddr]| {
-        for client in clients {
-            wires.push(Wire::to(*client).await);
-        }
-        wires.iter().map(|wire| wire.address).collect()
-    };
-    let dialed = |peers: &[SocketAddr]| {
-        let (proxy, dialed) = Proxy::start(peers);
-        network = Some(proxy);
-        dialed
-    };
-    let mut nodes = Nodes::prepare(&[], advertised, dialed).await;
-    nodes.start_all().await;
-    let network = network.unwrap();
+    let mut addresses = Addresses::free(3);
+    let network = Proxy::between(&mut addresses);
+    let wires = wires_before(&mut addresses).await;
+    let nodes = Nodes::start_at(addresses, &[]);
     let pair = Pair::new(&nodes, "k").await;
     let session = pair.holder.session();
-    let away = nodes.leader().await;
+    let away = nodes.leader();
     let others = [(away + 1) % 3, (away + 2) % 3];
     network.isolate(away, &others);
     // The only member that can be reached is the one that is cut off.
@@ -176,7 +172,7 @@ async fn an_attempt_to_attach_comes_late() {
     let connections = || wires.iter().map(Wire::connections).sum::<usize>();
     let before = connections();
     network.heal();
-    nodes.wait_until_ready().await;
+    nodes.wait_until_ready();
     // It comes unless the others have given the member up meanwhile.
     let begun = Instant::now();
     while connections() == before && begun.elapsed() < Duration::from_secs(3) {
@@ -191,15 +187,9 @@ async fn an_attempt_to_attach_comes_late() {
 /// The network between the client and its member breaks, in silence.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_is_cut_off_from_its_member() {
-    let mut wires = Vec::new();
-    let advertised = async |clients: &[SocketAddr]| {
-        for client in clients {
-            wires.push(Wire::to(*client).await);
-        }
-        wires.iter().map(|wire| wire.address).collect()
-    };
-    let mut nodes = Nodes::prepare(&[], advertised, |peers| peers.to_vec()).await;
-    nodes.start_all().await;
+    let mut addresses = Addresses::free(3);
+    let wires = wires_before(&mut addresses).await;
+    let nodes = Nodes::start_at(addresses, &[]);
     let pair = Pair::new(&nodes, "k").await;
     for _ in 0..2 {
         let at = node_of(&pair.holder).await;
@@ -213,7 +203,7 @@ async fn a_client_is_cut_off_from_its_member() {
 /// SIGTERM, one after the other: the leader hands over, and no session notices more than a pause.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rolling_restart_loses_no_guard() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     let client = nodes.client("holder").await;
     let mut guards = Vec::new();
     for number in 0..30 {
@@ -226,11 +216,11 @@ async fn a_rolling_restart_loses_no_guard() {
     };
     crowded(&pair.holder, "k", (1, 2)).await;
     for at in 0..3 {
-        nodes.terminate(at).await;
+        nodes.terminate(at);
         for guard in &guards {
             assert!(guard.is_valid(), "{:?}", soon("why", guard.lost()).await);
         }
-        nodes.restart(at).await;
+        nodes.restart(at);
     }
     assert!(!limited.is_finished(), "a wait ended before its time");
     for guard in guards {
@@ -251,14 +241,14 @@ async fn a_rolling_restart_loses_no_guard() {
 /// Where members do not pass requests on, clients go to the leader, and follow it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_follows_the_leader() {
-    let nodes = Nodes::start(&["--follower-mode", "redirect"]).await;
+    let nodes = Nodes::start(&["--follower-mode", "redirect"]);
     let pair = Pair::new(&nodes, "k").await;
     follow_the_leader(nodes, pair).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_by_grpc_follows_the_leader() {
-    let nodes = Nodes::start(&["--follower-mode", "redirect"]).await;
+    let nodes = Nodes::start(&["--follower-mode", "redirect"]);
     let connect = async || nodes.grpc_builder().connect().await.unwrap();
     let pair = Pair::of(connect().await, connect().await, "k").await;
     follow_the_leader(nodes, pair).await;
@@ -267,11 +257,11 @@ async fn a_client_by_grpc_follows_the_leader() {
 async fn follow_the_leader(mut nodes: Nodes, pair: Pair) {
     let mut signals = pair.holder.listen("news.*", None).await.unwrap();
     for _ in 0..2 {
-        let leader = nodes.leader().await;
+        let leader = nodes.leader();
         assert_eq!(node_of(&pair.holder).await, leader);
         nodes.kill(leader);
         moved_from(&pair.holder, leader).await;
-        nodes.restart(leader).await;
+        nodes.restart(leader);
     }
     let before = pair.guard.valid_until();
     soon("a renewal", pair.guard.renew()).await.unwrap();

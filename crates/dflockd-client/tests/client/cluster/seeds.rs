@@ -3,19 +3,21 @@
 use std::time::Duration;
 
 use dflockd_client::{Client, Error};
+use dflockd_testkit::cluster::NAMES;
+use dflockd_testkit::eventually::tasks::soon;
 
-use super::super::support::Process;
-use super::harness::{NAMES, Nodes, held, moved_from, node_of, soon};
+use super::super::server::Process;
+use super::nodes::{Nodes, held, moved_from, node_of};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_seed_is_enough() {
-    let mut nodes = Nodes::start(&[]).await;
+    let mut nodes = Nodes::start(&[]);
     let client = Client::cluster([nodes.address(0)]).await.unwrap();
     let membership = client.membership().unwrap();
     let mut names: Vec<_> = membership.members.iter().map(|it| it.node_id.as_str()).collect();
     names.sort_unstable();
-    assert_eq!(names, NAMES);
-    assert_eq!(membership.leader.as_deref(), Some(NAMES[nodes.leader().await]));
+    assert_eq!(names, NAMES[..3]);
+    assert_eq!(membership.leader.as_deref(), Some(NAMES[nodes.leader()]));
     let guard = held(&client, "k").await;
     // The seed itself goes.
     assert_eq!(node_of(&client).await, 0);
@@ -27,7 +29,7 @@ async fn one_seed_is_enough() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wrong_seeds_among_good_ones() {
-    let nodes = Nodes::start(&[]).await;
+    let nodes = Nodes::start(&[]);
     let single = Process::start::<&str>(&[]);
     let closed = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -49,7 +51,7 @@ async fn wrong_seeds_among_good_ones() {
     assert_eq!(at.len(), 3, "{at:?}");
     for _ in 0..3 {
         let client = nodes.builder().prefer_leader(true).connect().await.unwrap();
-        let leader = nodes.leader().await;
+        let leader = nodes.leader();
         moved_from(&client, (leader + 1) % 3).await;
         moved_from(&client, (leader + 2) % 3).await;
     }

@@ -1,0 +1,18 @@
+//! `dflockctl` and `dflockd` as real processes.
+
+#![cfg(test)]
+
+mod bad_day;
+mod bench;
+mod cluster;
+mod command;
+mod contend;
+mod lock;
+mod look;
+mod loss;
+mod manual;
+mod scripts;
+mod settings;
+mod terminal;
+mod values;
+mod wire;
