@@ -20,14 +20,11 @@ use crate::{A_WHILE, LIMIT, eventually, free_address, millis};
 /// How long something may go on writing into the pipe of a process that has ended.
 const LAST_WORDS: Duration = A_WHILE;
 
-/// The server. Cargo builds and names it for the tests of its own crate; the tests of other crates find it beside
-/// themselves, and it is built if it is missing or older than its sources.
+/// The server, beside the test. Cargo builds it for the tests of its own crate; for those of other crates it is built
+/// here, if it is missing or older than its sources.
 pub fn dflockd() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
-        if let Some(path) = std::env::var_os("CARGO_BIN_EXE_dflockd") {
-            return path.into();
-        }
         let sources = ["dflockd/src", "dflockd-core/src", "dflockd-engine/src", "dflockd-wire/src"];
         program("dflockd", &["-p", "dflockd"], &sources)
     })
