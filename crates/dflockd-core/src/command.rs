@@ -224,10 +224,11 @@ pub enum Command<'a> {
 }
 
 /// What is true of each command: its name in figures and listings, its key and its wait if it has one, when it is
-/// refused under load, whether a repeated request gets the first answer again, and whether the answer may give something
-/// away.
+/// refused under load, whether a repeated request gets the first answer again, and whether the answer may give
+/// something away.
 ///
-/// A row is `Name "name" Urgency Repeat [key(field)] [wait(field)] [gives(true)];` and becomes one arm in each method below, as
+/// A row is `Name "name" Urgency Repeat [key(field)] [wait(field)] [gives(true)];` and becomes one arm in each method
+/// below, as
 ///
 /// ```text
 /// Acquire "acquire" Grows Kept key(key) wait(wait) gives(true);

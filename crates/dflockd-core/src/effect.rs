@@ -134,7 +134,8 @@ impl Outcome {
     }
 }
 
-/// Makes [`Refusal`] and [`REFUSALS`] from rows of a name in the program, in figures, and a text for people. The order of the rows is their number in snapshots.
+/// Makes [`Refusal`] and [`REFUSALS`] from rows of a name in the program, a name in figures, and a text for people. The
+/// order of the rows is their number in snapshots.
 macro_rules! refusals {
     ($($(#[$doc:meta])* $refusal:ident $name:literal $text:literal,)*) => {
         /// Why a command was refused.
