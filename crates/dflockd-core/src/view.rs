@@ -173,6 +173,20 @@ pub enum KeyKind {
 }
 
 impl KeyKind {
+    /// What users call it, the same on every API.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mutex => "mutex",
+            Self::ReadWrite => "rwlock",
+            Self::Semaphore => "semaphore",
+            Self::Counter => "counter",
+            Self::Kv => "kv",
+            Self::List => "list",
+            Self::Barrier => "barrier",
+        }
+    }
+
     /// The kind of a lock.
     #[must_use]
     pub fn of_lock(space: Space, kind: LockKind) -> Self {

@@ -525,15 +525,7 @@ pub(crate) fn ls(
         let before = keys.len();
         keys.extend(same.iter().map(|Listed { key, kind, holders, waiters }| ListedKey {
             key: text(key),
-            kind: match kind {
-                KeyKind::Mutex => "mutex",
-                KeyKind::ReadWrite => "rwlock",
-                KeyKind::Semaphore => "semaphore",
-                KeyKind::Counter => "counter",
-                KeyKind::Kv => "kv",
-                KeyKind::List => "list",
-                KeyKind::Barrier => "barrier",
-            },
+            kind: kind.name(),
             holders: *holders,
             waiters: *waiters,
         }));

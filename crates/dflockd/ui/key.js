@@ -65,7 +65,7 @@ function lockSection(signal, release) {
 	const why = el("p.reason");
 	const holders = table("Holders", [
 		whoColumn("Holder", "keys", ({ holder, lock }) => ({
-			...holder, note: holder.leader ? "leader" : lock.kind === "rw" ? (holder.writer ? "writes" : "reads") : "",
+			...holder, note: holder.leader ? "leader" : lock.kind === "rwlock" ? (holder.writer ? "writes" : "reads") : "",
 		})),
 		ageColumn("Held for", ({ holder }) => holder.held_ms),
 		leaseColumn(({ lease }) => lease),
@@ -84,7 +84,7 @@ function lockSection(signal, release) {
 	const queue = table("Queue, in order", [
 		textColumn("Place", "place", ({ place }) => count(place)),
 		whoColumn("Waiter", "keys", ({ waiter, lock }) => ({
-			...waiter, note: lock.kind === "rw" ? (waiter.writer ? "wants to write" : "wants to read") : "",
+			...waiter, note: lock.kind === "rwlock" ? (waiter.writer ? "wants to write" : "wants to read") : "",
 		})),
 		ageColumn("Waiting for", ({ waiter }) => waiter.waiting_ms),
 		textColumn("Session", "num id", ({ waiter }) => waiter.session),

@@ -65,7 +65,6 @@ export const keyColumn = () => ({
 
 export function kindText(lock) {
 	if (lock.kind === "semaphore") return lock.limit ? `semaphore of ${count(lock.limit)}` : "semaphore";
-	if (lock.kind === "rw") return "read-write";
 	return lock.holders?.[0]?.leader ? "election" : lock.kind;
 }
 

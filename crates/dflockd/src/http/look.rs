@@ -102,7 +102,7 @@ struct LockList {
 #[derive(Serialize, ToSchema)]
 struct Lock {
     key: String,
-    /// `mutex`, `semaphore` or `rw`.
+    /// `mutex`, `semaphore` or `rwlock`.
     #[schema(value_type = String, example = "mutex")]
     kind: &'static str,
     /// How many may hold it; null for a read-write lock.
@@ -382,7 +382,7 @@ impl Names<'_> {
     fn lock(&mut self, view: &LockView) -> Lock {
         Lock {
             key: lossy(&view.key),
-            kind: kind_name(KeyKind::of_lock(view.space, view.kind)),
+            kind: KeyKind::of_lock(view.space, view.kind).name(),
             limit: match view.kind {
                 LockKind::Slots(limit) => Some(limit),
                 LockKind::ReadWrite => None,
@@ -414,18 +414,6 @@ impl Names<'_> {
             waiting_ms: millis(view.waiting),
             writer: view.writer,
         }
-    }
-}
-
-fn kind_name(kind: KeyKind) -> &'static str {
-    match kind {
-        KeyKind::Mutex => "mutex",
-        KeyKind::ReadWrite => "rw",
-        KeyKind::Semaphore => "semaphore",
-        KeyKind::Counter => "counter",
-        KeyKind::Kv => "kv",
-        KeyKind::List => "list",
-        KeyKind::Barrier => "barrier",
     }
 }
 
@@ -544,7 +532,7 @@ struct ContentionList {
 #[derive(Serialize, ToSchema)]
 struct ContendedLook {
     key: String,
-    /// `mutex`, `semaphore` or `rw`.
+    /// `mutex`, `semaphore` or `rwlock`.
     #[schema(value_type = String, example = "mutex")]
     kind: &'static str,
     holders: u32,
@@ -572,7 +560,7 @@ async fn contention(
         let locks = service.engine.contention(limit)?.into_locks();
         let keys = locks.map(|lock| ContendedLook {
             key: lossy(&lock.key),
-            kind: kind_name(lock.kind),
+            kind: lock.kind.name(),
             holders: lock.holders,
             waiters: lock.waiters,
             longest_wait_ms: millis(lock.longest_wait),

@@ -35,7 +35,7 @@ pub(super) fn tour(place: &Place) {
     check_lock(&locks[0], "look.a", "mutex", &held.body["fence"]);
     check_lock(&locks[1], "look.b", "semaphore", &sem.body["fence"]);
     assert_eq!(locks[1]["limit"], 3);
-    check_lock(&locks[2], "look.c", "rw", &write.body["fence"]);
+    check_lock(&locks[2], "look.c", "rwlock", &write.body["fence"]);
     assert_eq!(locks[2]["holders"][0]["writer"], true);
     check_lock(&locks[3], "look.d", "mutex", &lead.body["fence"]);
     assert_eq!(locks[3]["holders"][0]["leader"], true);
