@@ -303,7 +303,11 @@ impl Connection {
         let Some(verdict) = verdict else { return false };
         self.first_line = None;
         let Verdict::Foreign(protocol) = verdict else { return false };
-        self.service.metrics.foreign.add(protocol, &self.peer, self.now);
+        self.service.metrics.foreign.add(protocol);
+        let kind = "closed: it does not speak the line protocol";
+        if let Some(suppressed) = self.log_budget(kind) {
+            tracing::warn!(peer = %self.peer, protocol = protocol.name(), suppressed, "{kind}");
+        }
         self.pending = Vec::new();
         self.output.extend_from_slice(protocol.hint());
         self.close();

@@ -9,8 +9,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dflockd_core::{Span, Timestamp};
-
 /// A protocol that is not spoken here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Foreign {
@@ -150,34 +148,15 @@ impl Foreign {
     }
 }
 
-/// How often the log speaks of such clients at most: whoever makes them come again and again fills no disk.
-const LOG_EVERY: Span = Span::from_secs(10);
-
 /// How many clients of other protocols there were.
 #[derive(Debug, Default)]
 pub(crate) struct ForeignCounts {
     by_protocol: [AtomicU64; Foreign::ALL.len()],
-    /// When the log may speak of them again.
-    log_from: AtomicU64,
 }
 
 impl ForeignCounts {
-    /// Counts a client, and writes it to the log unless that was done a moment ago.
-    pub(crate) fn add(&self, protocol: Foreign, peer: &str, now: Timestamp) {
-        let count = self.by_protocol[protocol as usize].fetch_add(1, Ordering::Relaxed) + 1;
-        let log_from = self.log_from.load(Ordering::Relaxed);
-        let next = (now + LOG_EVERY).0;
-        let relaxed = Ordering::Relaxed;
-        if now.0 >= log_from
-            && self.log_from.compare_exchange(log_from, next, relaxed, relaxed).is_ok()
-        {
-            tracing::warn!(
-                peer,
-                protocol = protocol.name(),
-                count,
-                "closed: it does not speak the line protocol"
-            );
-        }
+    pub(crate) fn add(&self, protocol: Foreign) {
+        self.by_protocol[protocol as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// How many there were.
@@ -299,22 +278,5 @@ mod tests {
         );
         assert!(body.contains("--http-port"));
         assert_eq!(usize::from(TLS_HINT[4]), TLS_HINT.len() - 5);
-    }
-
-    #[test]
-    fn the_log_has_a_budget() {
-        let counts = ForeignCounts::default();
-        let mut now = Timestamp(5);
-        counts.add(Foreign::Http, "a", now);
-        let first = counts.log_from.load(Ordering::Relaxed);
-        assert_eq!(first, (now + LOG_EVERY).0);
-        for _ in 0..1000 {
-            counts.add(Foreign::Tls, "b", now);
-        }
-        assert_eq!(counts.log_from.load(Ordering::Relaxed), first, "it was written again");
-        now = Timestamp(first);
-        counts.add(Foreign::Http, "a", now);
-        assert_eq!(counts.log_from.load(Ordering::Relaxed), (now + LOG_EVERY).0);
-        assert_eq!((counts.count(Foreign::Http), counts.count(Foreign::Tls)), (2, 1000));
     }
 }
