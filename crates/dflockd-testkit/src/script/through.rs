@@ -2,8 +2,8 @@
 //! and on a durable node.
 //!
 //! A section is left out if it is about what the door does not have: bytes that are no whole requests, commands that
-//! nothing there stands for ([`is_of_lines`], [`Door::has`]), flags that mean nothing there ([`SOCKETS`],
-//! [`OTHERWISE`]), how sockets end, and signals to the process. What else differs is in [`NOT_THE_SAME`] and
+//! nothing there stands for (`is_of_lines`, [`Door::has`]), flags that mean nothing there (`SOCKETS`,
+//! `OTHERWISE`), how sockets end, and signals to the process. What else differs is in `NOT_THE_SAME` and
 //! [`Door::NOT_THE_SAME`], and behind a log in [`NOT_REPLICATED`]. A line that is no request has nothing that stands
 //! for it and is answered by the player.
 
