@@ -396,7 +396,7 @@ fn a_directory_is_inspected_and_not_changed() {
     cluster.nodes[0].kill();
     let before = content(&cluster.nodes[0].dir);
     let text = done(&["inspect-data", &dir, "--entries"]);
-    for part in ["node-a", "node-b", "digest ok", "kv-set", "hard state"] {
+    for part in ["node-a", "node-b", "digest ok", "kv_set", "hard state"] {
         assert!(text.contains(part), "{part}: {text}");
     }
     let shown = done(&["inspect-data", &dir, "--entries", "--json"]);
