@@ -945,7 +945,8 @@ async fn a_reflection_is_refused() {
     let log = Log::new();
     // The attacker sits at the address of b and lets a answer its own questions.
     let (listener, address) = listen().await;
-    let a = Node::new("a", secrets(&[1])).await;
+    // A machine that stands still for a while must not end the attack early.
+    let a = Node::with("a", secrets(&[1]), |(config, _)| config.limits.handshake = PATIENCE).await;
     a.transport.set_peers(vec![peer("b", &address)]);
     let mut dialer = Fresh::plain(listener.accept().await.unwrap().0);
     let hello = get(&mut dialer).await;
