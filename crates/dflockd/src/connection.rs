@@ -7,7 +7,9 @@
 //!
 //! What other connections cause (grants, pushes) arrives in the [`Inbox`], which any thread may fill.
 
+mod greeting;
 mod inbox;
+mod undecided;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -16,12 +18,14 @@ use std::sync::atomic::Ordering;
 
 use dflockd_core::{Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp};
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Attaching, Attachment, Door, Place, Pokes, SessionSecret, Submitted};
+use dflockd_engine::{Attachment, Door, Place, Pokes, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 
+use self::greeting::Greeting;
 use self::inbox::PUSHES_URGENT;
 pub(crate) use self::inbox::push_bytes;
 pub use self::inbox::{Inbox, Message, Text};
+use self::undecided::Undecided;
 use crate::audit::{By, Deed, Via};
 use crate::auth::{Denied, Origin, Pass, TokenKind};
 use crate::config::FollowerMode;
@@ -53,12 +57,6 @@ const LAST_WORD: Span = Span::from_millis(500);
 const STRANGER_BYTES_MAX: usize = 4096;
 /// Room for the lines around a token.
 const AUTH_LINES_BYTES_MAX: usize = 1024;
-/// Attempts to attach to a session that does not exist, after which a connection is closed.
-const FAILED_ATTACHES_MAX: u8 = 10;
-/// How long at least it is tried to have a request decided before a client hears `error`, which may mean "not held".
-const DECIDE_MIN: Span = Span::from_secs(5);
-/// How long after it found nobody who could decide a request is asked again.
-const ASK_AGAIN: Span = Span::from_millis(100);
 /// Progress that earns a slow reader a new write time limit: the longest line that every client can read.
 const WRITE_PROGRESS: usize = 64 * 1024;
 
@@ -144,31 +142,12 @@ enum Phase {
     Over,
 }
 
-/// A greeting whose session is not there yet.
-struct Greeting {
-    words: Vec<String>,
-    /// The word that names the session.
-    session: Option<String>,
-}
-
 /// A request that is not answered yet.
 #[derive(Clone, Copy)]
 struct Open {
     op: Op,
     /// None while a text is being made.
     place: Option<Place>,
-}
-
-/// The last request that was not answered at once.
-#[derive(Default)]
-struct Undecided {
-    frame: Vec<u8>,
-    begun: Timestamp,
-    /// Until then nobody is told that nobody can decide.
-    until: Timestamp,
-    /// When it is asked again; none while somebody may be deciding it.
-    again_at: Option<Timestamp>,
-    is_again: bool,
 }
 
 /// Answers that another thread makes, one at a time.
@@ -1014,108 +993,6 @@ impl Connection {
         }
     }
 
-    /// Agrees on features. The sessions of a cluster are kept by all its members, so that may take a while.
-    fn greet(
-        &mut self,
-        id: RequestId,
-        number: Option<u64>,
-        name: &str,
-        words: &[&str],
-        pokes: &mut Pokes,
-    ) {
-        self.me.set_label(name.into());
-        let engine = Arc::clone(&self.service.engine);
-        let mut greeting =
-            Greeting { words: words.iter().map(ToString::to_string).collect(), session: None };
-        if let Some(digits) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
-            greeting.session = Some(format!("attach={digits}"));
-            let attaching = match parse_secret(digits) {
-                Some(secret) => engine.attach(&self.me, id, secret, pokes),
-                None => Attaching::Done(None),
-            };
-            match attaching {
-                Attaching::Done(attached) => {
-                    self.finish_greeting(number, greeting, attached.ok_or(ErrorCode::Error));
-                }
-                Attaching::Later => self.wait_greeting(id, greeting),
-            }
-        } else if words.contains(&"keep") {
-            let (secret, submitted) = engine.keep(&self.me, id);
-            let digits: String = secret.0.iter().map(|byte| format!("{byte:02x}")).collect();
-            greeting.session = Some(format!("keep={digits}"));
-            match submitted {
-                Submitted::Done(Outcome::Done) => {
-                    let me = self.me.clone();
-                    self.finish_greeting(number, greeting, Ok(me));
-                }
-                Submitted::Done(refused) => {
-                    self.finish_greeting(number, greeting, Err(translate::no_session(&refused)));
-                }
-                Submitted::Later(_) => self.wait_greeting(id, greeting),
-                Submitted::Gone => self.close(),
-            }
-        } else {
-            let me = self.me.clone();
-            self.finish_greeting(number, greeting, Ok(me));
-        }
-    }
-
-    fn wait_greeting(&mut self, id: RequestId, greeting: Greeting) {
-        self.greeting = Some(Box::new(greeting));
-        self.wait(id, Op::Hello, Some(self.service.engine.place(b"")));
-    }
-
-    /// The session of the greeting is there, or is not to be had.
-    fn finish_greeting(
-        &mut self,
-        number: Option<u64>,
-        greeting: Greeting,
-        session: Result<Attachment, ErrorCode>,
-    ) {
-        let session = match session {
-            Ok(session) => session,
-            Err(code) => {
-                // Never a new session in place of the one asked for. The client may greet again.
-                self.fresh = true;
-                self.respond(number, &Response::Error(code));
-                self.failed_attaches += u8::from(code == ErrorCode::Error);
-                if self.failed_attaches >= FAILED_ATTACHES_MAX {
-                    tracing::warn!(peer = %self.peer, "closed: too many unknown sessions");
-                    self.close();
-                }
-                return;
-            }
-        };
-        self.me = session;
-        let mut accepted = Vec::new();
-        if let Some(session) = greeting.session {
-            self.kept = true;
-            accepted.push(session);
-        }
-        let mut numbered = false;
-        for word in greeting.words {
-            match word.as_str() {
-                "fence" => self.wishes.fence = true,
-                "lease-status" => self.wishes.lease_status = true,
-                "redirect" => self.wants_redirect = true,
-                "ms" => self.unit = Unit::Millis,
-                "lost" => self.inbox.wants_lost.store(true, Ordering::Relaxed),
-                "mux" => numbered = true,
-                _ => continue,
-            }
-            accepted.push(word);
-        }
-        self.greeted = true;
-        self.wishes.unavailable = true;
-        self.undecided = None;
-        self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
-        if numbered {
-            self.numbered = true;
-            self.open = Some(Box::default());
-            self.decoder.set_numbered(true);
-        }
-    }
-
     /// Lets another thread make the answer, because it takes a while: after those that were asked for before, and when
     /// what there is to write is written.
     fn make_text(
@@ -1229,58 +1106,6 @@ impl Connection {
         } else {
             self.answer(op, number, place, outcome);
         }
-    }
-
-    /// Until when a request that is about to be asked is asked again if nobody can decide it: as long as it may wait,
-    /// and a while at least. A request that is asked again has used up some of its time.
-    fn set_time_to_decide(&mut self, command: &mut Command<'_>) {
-        if self.greeted || self.service.engine.replicated().is_none() {
-            return;
-        }
-        let undecided = self.undecided.get_or_insert_default();
-        if undecided.is_again {
-            command.shorten_wait(self.now.since(undecided.begun));
-        } else {
-            undecided.begun = self.now;
-            undecided.until = self.now + command.wait().max(DECIDE_MIN);
-        }
-    }
-
-    /// Whether nobody could decide a request, and there is time to ask again.
-    fn is_undecided(&self, outcome: &Outcome) -> bool {
-        let until = self.undecided.as_ref().map(|undecided| undecided.until);
-        matches!(outcome, Outcome::Refused(Refusal::Unavailable | Refusal::NoFence))
-            && !self.service.is_draining()
-            && until.is_some_and(|until| self.now < until)
-    }
-
-    fn wait_to_ask_again(&mut self) {
-        if let Some(undecided) = &mut self.undecided {
-            undecided.again_at = Some((self.now + ASK_AGAIN).min(undecided.until));
-        }
-    }
-
-    fn again_at(&self) -> Option<Timestamp> {
-        self.undecided.as_ref()?.again_at
-    }
-
-    /// Asks for what nobody could decide before, and goes on with what came behind it once it is decided.
-    fn ask_again(&mut self, pokes: &mut Pokes) {
-        let Some(undecided) = &mut self.undecided else { return };
-        let text = std::mem::take(&mut undecided.frame);
-        (undecided.again_at, undecided.is_again) = (None, true);
-        let mut decoder = Decoder::new(self.service.value_bytes_max);
-        if let Decoded::Frame { frame, .. } = decoder.decode(&text)
-            && let Some(op) = Op::parse(frame.command)
-            && let Ok(request) = Request::parse(op, &frame, self.unit)
-        {
-            self.handle_request(op, None, &request, pokes);
-        }
-        if let Some(undecided) = &mut self.undecided {
-            undecided.is_again = false;
-            undecided.frame = text;
-        }
-        self.resume(pokes);
     }
 
     fn answer(&mut self, op: Op, number: Option<u64>, place: Option<Place>, outcome: Outcome) {
@@ -1410,13 +1235,6 @@ impl Connection {
     }
 }
 
-impl Undecided {
-    fn keep(&mut self, frame: &[u8]) {
-        self.frame.clear();
-        self.frame.extend_from_slice(frame);
-    }
-}
-
 /// Whether items of a list are too many to be written down at once on a thread that serves others as well.
 fn are_many(items: &[Bytes]) -> bool {
     items.iter().map(|item| item.len()).sum::<usize>() > ITEMS_BYTES_AT_ONCE
@@ -1447,11 +1265,4 @@ fn known(submitted: &Submitted) -> Option<bool> {
         Submitted::Done(outcome) => Some(*outcome == Outcome::Done),
         Submitted::Later(_) | Submitted::Gone => None,
     }
-}
-
-fn parse_secret(digits: &str) -> Option<SessionSecret> {
-    if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-        return None;
-    }
-    u128::from_str_radix(digits, 16).ok().map(|bits| SessionSecret(bits.to_be_bytes()))
 }
