@@ -844,7 +844,7 @@ impl Connection {
                     // Each attempt of an operator is written down, so there is one.
                     self.undecided = None;
                 } else {
-                    self.set_time_to_decide(&mut command);
+                    self.set_time_to_decide(Some(&mut command));
                 }
                 let given = command.key().filter(|_| command.may_give());
                 let place = given.map(|key| self.service.engine.place(key));
@@ -854,7 +854,7 @@ impl Connection {
                 self.settle(op, id, number, place, submitted);
             }
             Asked::Query(query) => {
-                self.set_time_to_decide(&mut Command::Tick);
+                self.set_time_to_decide(None);
                 let submitted = self.service.engine.query(&self.me, id, query);
                 self.settle(op, id, number, None, submitted);
             }
@@ -916,7 +916,7 @@ impl Connection {
         match *request {
             Request::Ping => self.respond(number, &Response::Ok),
             Request::Barrier => {
-                self.set_time_to_decide(&mut Command::Tick);
+                self.set_time_to_decide(None);
                 let submitted = self.service.engine.barrier(&self.me, id);
                 self.settle(op, id, number, None, submitted);
             }

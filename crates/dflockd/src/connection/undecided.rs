@@ -32,18 +32,19 @@ impl Undecided {
 }
 
 impl Connection {
-    /// Until when a request that is about to be asked is asked again if nobody can decide it: as long as it may wait,
-    /// and a while at least. A request that is asked again has used up some of its time.
-    pub(super) fn set_time_to_decide(&mut self, command: &mut Command<'_>) {
+    /// Until when a request that is about to be asked is asked again if nobody can decide it: as long as its command
+    /// may wait, and a while at least. A command that is asked again has used up some of its time.
+    pub(super) fn set_time_to_decide(&mut self, command: Option<&mut Command<'_>>) {
         if self.greeted || self.service.engine.replicated().is_none() {
             return;
         }
         let undecided = self.undecided.get_or_insert_default();
-        if undecided.is_again {
-            command.shorten_wait(self.now.since(undecided.begun));
-        } else {
+        if !undecided.is_again {
+            let wait = command.as_ref().map_or(Span::ZERO, |command| command.wait());
             undecided.begun = self.now;
-            undecided.until = self.now + command.wait().max(DECIDE_MIN);
+            undecided.until = self.now + wait.max(DECIDE_MIN);
+        } else if let Some(command) = command {
+            command.shorten_wait(self.now.since(undecided.begun));
         }
     }
 
