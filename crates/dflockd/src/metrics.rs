@@ -30,8 +30,8 @@ pub(crate) use self::page::CONTENT_TYPE;
 use self::names as n;
 use self::page::{Buckets, Page};
 use self::process::Process;
-use crate::auth::{Denied, TokenKind};
-use crate::foreign::{Foreign, ForeignCounts};
+use crate::frontend::auth::{Denied, TokenKind};
+use crate::frontend::line::foreign::{Foreign, ForeignCounts};
 use crate::logging;
 use crate::service::{Service, seconds};
 

@@ -23,7 +23,7 @@ use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::audit::{By, Deed, whole};
-use crate::caller::{Caller, Gone};
+use crate::frontend::caller::{Caller, Gone};
 use crate::report;
 use crate::service::Service;
 

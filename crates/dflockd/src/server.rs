@@ -12,15 +12,15 @@ use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::{Notify, mpsc};
 
-use crate::auth::TokenKind;
 use crate::cluster;
 use crate::config::{Config, Secret};
-use crate::descriptors::{self, Connections, Descriptors};
-use crate::grpc;
-use crate::http::{App, Listener};
+use crate::frontend::auth::TokenKind;
+use crate::frontend::descriptors::{self, Connections, Descriptors};
+use crate::frontend::grpc;
+use crate::frontend::http::{App, Listener};
+use crate::frontend::line::Peers;
 use crate::operate;
 use crate::service::Service;
-use crate::tcp::Peers;
 use crate::telemetry;
 use crate::tls;
 

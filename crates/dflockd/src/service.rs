@@ -12,12 +12,12 @@ use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Option
 use parking_lot::Mutex;
 
 use crate::audit::Audit;
-use crate::auth::Auth;
 use crate::config::{Config, FollowerMode, GrantDelay};
-use crate::detached::Detached;
-use crate::feed::Feed;
+use crate::frontend::auth::Auth;
+use crate::frontend::detached::Detached;
+use crate::frontend::feed::Feed;
+use crate::frontend::pool::{Background, Pool};
 use crate::metrics::Metrics;
-use crate::pool::{Background, Pool};
 use crate::report;
 use crate::telemetry::{self, Telemetry};
 

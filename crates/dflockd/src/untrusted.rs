@@ -8,7 +8,7 @@ pub mod http {
     use dflockd_core::{Span, Token};
     use serde::{Deserialize, Serialize};
 
-    use crate::http::{body, fields};
+    use crate::frontend::http::{body, fields};
 
     /// A body with a member of each type that bodies have.
     #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -92,7 +92,7 @@ pub mod http {
 pub mod grpc {
     use dflockd_core::{Mode, RequestId, Span, Token};
 
-    use crate::grpc::fields;
+    use crate::frontend::grpc::fields;
 
     /// A key.
     #[must_use]

@@ -126,7 +126,7 @@ fn lists_exactly_the_routes_of_the_server() {
 /// The router describes what it registers. Only what goes around it could be missing from the document.
 #[test]
 fn no_route_goes_around_the_document() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/http");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/frontend/http");
     let mut files = Vec::new();
     let mut dirs = vec![source];
     while let Some(dir) = dirs.pop() {

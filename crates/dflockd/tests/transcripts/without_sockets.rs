@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use dflockd::Service;
 use dflockd::config::{Config, Parsed};
-use dflockd::connection::{Connection, Inbox, Message};
+use dflockd::frontend::line::connection::{Connection, Inbox, Message};
 use dflockd_core::{Outcome, Push, RequestId, Span};
 use dflockd_engine::{Clock, Pokes, Pushed, Sink};
 use parking_lot::Mutex;

@@ -1,0 +1,470 @@
+//! Who may use the server: which tokens are valid, what came with which of them, and how often somebody may guess.
+//!
+//! Two tokens are valid at a time, a new one and the one before it, so that clients can change over one by one. A
+//! connection, a session or a stream remembers by a number which token it came with ([`Pass`]), never the token
+//! itself. When a reload drops a token, what came with it ends: [`Auth::revoked`] tells the futures of HTTP and gRPC,
+//! the server goes through the connections and sessions.
+//!
+//! Wrong tokens are counted per address and in total by all protocols together. Who has used up what it may is refused
+//! without a comparison, with the right token too: otherwise guessing would go on. A connection that has shown the
+//! right token before is not concerned.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, HeaderValue};
+use dflockd_engine::{AddressKey, Door};
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use crate::config::{Config, Secret, Tokens};
+use crate::frontend::rate::{Bucket, Rate, RateLimit};
+use crate::service::Service;
+
+/// Wrong tokens that an address may send at once.
+const BURST: u64 = 10;
+
+/// Whose token it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TokenKind {
+    /// Needed for everything, where one is configured.
+    Client,
+    /// Needed for what operators do.
+    Admin,
+}
+
+impl TokenKind {
+    pub(crate) const ALL: [Self; 2] = [Self::Client, Self::Admin];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+/// With which token somebody came: its number, or that none was needed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Pass(u64);
+
+impl Pass {
+    /// No token was needed.
+    pub(crate) const OPEN: Self = Self(0);
+}
+
+/// A [`Pass`] that changes when its owner comes with another token.
+#[derive(Debug, Default)]
+pub(crate) struct LatestPass(AtomicU64);
+
+impl LatestPass {
+    pub(crate) fn new(pass: Pass) -> Self {
+        Self(AtomicU64::new(pass.0))
+    }
+
+    pub(crate) fn get(&self) -> Pass {
+        Pass(self.0.load(Ordering::SeqCst))
+    }
+
+    pub(crate) fn set(&self, pass: Pass) {
+        self.0.store(pass.0, Ordering::SeqCst);
+    }
+}
+
+/// Why somebody is not let in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Denied {
+    /// The token is missing or wrong.
+    Wrong,
+    /// Too many were wrong; this one was not looked at.
+    TooMany,
+    /// There is no such token, so nobody has it.
+    Disabled,
+}
+
+/// Where an attempt comes from.
+#[derive(Clone, Debug)]
+pub(crate) struct Origin {
+    pub(crate) address: IpAddr,
+    /// Whether this connection has shown a right token before.
+    proven: Arc<AtomicBool>,
+}
+
+impl Origin {
+    /// A connection that has shown nothing yet.
+    pub(crate) fn new(address: IpAddr) -> Self {
+        Self { address, proven: Arc::default() }
+    }
+}
+
+/// The tokens of the server.
+pub(crate) struct Auth {
+    client: Valid,
+    admin: Valid,
+    guesses: Guesses,
+    /// Grows when a token is dropped.
+    dropped: watch::Sender<u64>,
+    /// The same to look at, on the way of every request.
+    generation: AtomicU64,
+}
+
+/// The valid tokens of a kind, each with its number.
+struct Valid {
+    tokens: ArcSwap<Vec<(Pass, Secret)>>,
+    last: Mutex<u64>,
+}
+
+/// How often tokens may be wrong.
+struct Guesses {
+    per_address: Option<RateLimit>,
+    in_total: Option<(Rate, Mutex<Bucket>)>,
+}
+
+impl Auth {
+    pub(crate) fn new(config: &Config) -> Self {
+        let total = config.auth_failure_rate;
+        let rate = Rate::new(total, total);
+        let in_total = (total > 0).then(|| (rate, Mutex::new(rate.full())));
+        let per_address = RateLimit::new(config.auth_failure_rate_per_ip, BURST);
+        Self {
+            client: Valid::new(config.auth_token.as_ref()),
+            admin: Valid::new(config.admin_token.as_ref()),
+            guesses: Guesses { per_address, in_total },
+            dropped: watch::Sender::new(0),
+            generation: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether clients need a token.
+    pub(crate) fn is_required(&self) -> bool {
+        !self.client.tokens.load().is_empty()
+    }
+
+    /// Whether a request comes with a valid token, or none is needed. For what a client is never told: a wrong token is
+    /// not counted here.
+    pub(crate) fn knows(&self, headers: &HeaderMap) -> bool {
+        let tokens = self.client.tokens.load();
+        tokens.is_empty() || bearer(headers).is_some_and(|token| find(&tokens, token).is_some())
+    }
+
+    /// Whether anybody can be an operator.
+    pub(crate) fn has_operators(&self) -> bool {
+        !self.admin.tokens.load().is_empty()
+    }
+
+    /// How many bytes the longest valid token of clients has.
+    pub(crate) fn longest(&self) -> usize {
+        let tokens = self.client.tokens.load();
+        tokens.iter().map(|(_, token)| token.bytes().len()).max().unwrap_or(0)
+    }
+
+    /// Takes other tokens for valid. True if one is no longer, so that what came with it must end.
+    pub(crate) fn replace(&self, kind: TokenKind, tokens: Option<&Tokens>) -> bool {
+        let dropped = self.of(kind).replace(tokens);
+        if dropped {
+            self.generation.fetch_add(1, Ordering::SeqCst);
+            self.dropped.send_modify(|count| *count += 1);
+        }
+        dropped
+    }
+
+    /// How often tokens were dropped. Who finds it changed asks whether its own is still valid.
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation.load(Ordering::Acquire)
+    }
+
+    /// Whether what somebody came with is still good.
+    pub(crate) fn is_valid(&self, kind: TokenKind, pass: Pass) -> bool {
+        self.of(kind).is_valid(pass)
+    }
+
+    /// Waits until what somebody came with is no longer good.
+    pub(crate) async fn revoked(&self, kind: TokenKind, pass: Pass) {
+        let mut dropped = self.dropped.subscribe();
+        // The sender is here, so it can not end otherwise.
+        let _ = dropped.wait_for(|_| !self.is_valid(kind, pass)).await;
+    }
+
+    /// Forgets addresses that are not limited any more.
+    pub(crate) fn sweep(&self) {
+        if let Some(limit) = &self.guesses.per_address {
+            limit.sweep(Instant::now());
+        }
+    }
+
+    fn of(&self, kind: TokenKind) -> &Valid {
+        match kind {
+            TokenKind::Client => &self.client,
+            TokenKind::Admin => &self.admin,
+        }
+    }
+
+    fn admit(
+        &self,
+        kind: TokenKind,
+        origin: &Origin,
+        presented: Option<&[u8]>,
+    ) -> Result<Pass, Denied> {
+        let tokens = self.of(kind).tokens.load();
+        if tokens.is_empty() {
+            return match kind {
+                TokenKind::Client => Ok(Pass::OPEN),
+                TokenKind::Admin => Err(Denied::Disabled),
+            };
+        }
+        // Nothing was guessed.
+        let Some(presented) = presented else { return Err(Denied::Wrong) };
+        // That somebody has the token of clients says nothing about the token of operators.
+        let proven = kind == TokenKind::Client && origin.proven.load(Ordering::Relaxed);
+        let address = AddressKey::from(origin.address);
+        if !proven && !self.guesses.may_try(address) {
+            return Err(Denied::TooMany);
+        }
+        match find(&tokens, presented) {
+            Some(pass) => {
+                if kind == TokenKind::Client && !proven {
+                    origin.proven.store(true, Ordering::Relaxed);
+                }
+                Ok(pass)
+            }
+            None => {
+                self.guesses.failed(address);
+                Err(Denied::Wrong)
+            }
+        }
+    }
+}
+
+/// The number of the token that was presented, in a time that does not tell which it is.
+fn find(tokens: &[(Pass, Secret)], presented: &[u8]) -> Option<Pass> {
+    let mut found = None;
+    for (pass, token) in tokens {
+        if token.matches(presented) {
+            found = Some(*pass);
+        }
+    }
+    found
+}
+
+impl Valid {
+    fn new(tokens: Option<&Tokens>) -> Self {
+        let valid = Self { tokens: ArcSwap::default(), last: Mutex::new(0) };
+        valid.replace(tokens);
+        valid
+    }
+
+    /// True if a token is no longer valid, or one is needed where none was.
+    fn replace(&self, tokens: Option<&Tokens>) -> bool {
+        let mut last = self.last.lock();
+        let before = self.tokens.load();
+        let mut after: Vec<(Pass, Secret)> = Vec::new();
+        for token in tokens.into_iter().flat_map(Tokens::iter) {
+            let known = before.iter().find(|(_, known)| known.matches(token.bytes()));
+            let pass = known.map_or_else(
+                || {
+                    *last += 1;
+                    Pass(*last)
+                },
+                |(pass, _)| *pass,
+            );
+            after.push((pass, token.clone()));
+        }
+        let stays = |pass: Pass| after.iter().any(|(known, _)| *known == pass);
+        let dropped = before.iter().any(|(pass, _)| !stays(*pass));
+        let begins = before.is_empty() && !after.is_empty();
+        self.tokens.store(Arc::new(after));
+        dropped || begins
+    }
+
+    fn is_valid(&self, pass: Pass) -> bool {
+        let tokens = self.tokens.load();
+        tokens.is_empty() || tokens.iter().any(|(known, _)| *known == pass)
+    }
+}
+
+impl Guesses {
+    fn may_try(&self, address: AddressKey) -> bool {
+        let now = Instant::now();
+        let in_total = |(rate, bucket): &(Rate, Mutex<Bucket>)| bucket.lock().has_any(*rate, now);
+        self.per_address.as_ref().is_none_or(|limit| limit.has_any(address, now))
+            && self.in_total.as_ref().is_none_or(in_total)
+    }
+
+    fn failed(&self, address: AddressKey) {
+        let now = Instant::now();
+        if let Some(limit) = &self.per_address {
+            limit.take(address, now);
+        }
+        if let Some((rate, bucket)) = &self.in_total {
+            bucket.lock().take(*rate, now);
+        }
+    }
+}
+
+impl Service {
+    /// Whether somebody who presents this token may come in. Who may not is counted and logged.
+    pub(crate) fn admit(
+        &self,
+        kind: TokenKind,
+        door: Door,
+        origin: &Origin,
+        presented: Option<&[u8]>,
+    ) -> Result<Pass, Denied> {
+        let admitted = self.auth.admit(kind, origin, presented);
+        // To ask for what is switched off is no attempt, unless it comes with a token.
+        let is_attempt = |denied: &Denied| *denied != Denied::Disabled || presented.is_some();
+        if let Some(denied) = admitted.err().filter(is_attempt) {
+            let (peer, token) = (origin.address, kind.name());
+            let what = match denied {
+                Denied::Wrong => "authentication failed",
+                Denied::TooMany => "too many wrong tokens",
+                Denied::Disabled => "no admin token is configured",
+            };
+            if let Some(suppressed) = self.log_budget.admit(peer, what) {
+                tracing::warn!(%peer, token, suppressed, "{what}");
+            }
+            self.metrics.auth_failed(door, kind, denied);
+        }
+        admitted
+    }
+
+    /// The same with the headers of a request.
+    pub(crate) fn admit_bearer(
+        &self,
+        door: Door,
+        origin: &Origin,
+        headers: &HeaderMap,
+    ) -> Result<Pass, Denied> {
+        self.admit(TokenKind::Client, door, origin, bearer(headers))
+    }
+
+    /// The same for operators.
+    pub(crate) fn admit_admin(
+        &self,
+        door: Door,
+        origin: &Origin,
+        headers: &HeaderMap,
+    ) -> Result<Pass, Denied> {
+        let presented = headers.get("x-dflockd-admin").map(HeaderValue::as_bytes);
+        self.admit(TokenKind::Admin, door, origin, presented)
+    }
+}
+
+/// The token that a request carries, if any.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let presented = headers.get(AUTHORIZATION)?.as_bytes();
+    let (scheme, credentials) = presented.split_at_checked(7)?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| credentials.trim_ascii())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tokens(lines: &[&str]) -> Tokens {
+        Tokens::new(lines.iter().map(|line| Secret::new(line.as_bytes())).collect())
+    }
+
+    fn auth(per_address: u64, total: u64) -> Auth {
+        let mut config = Config::default();
+        config.auth_token = Some(tokens(&["one"]));
+        config.auth_failure_rate_per_ip = per_address;
+        config.auth_failure_rate = total;
+        Auth::new(&config)
+    }
+
+    fn origin(last: u8) -> Origin {
+        Origin::new(IpAddr::from([10, 0, 0, last]))
+    }
+
+    fn client(auth: &Auth, origin: &Origin, token: &str) -> Result<Pass, Denied> {
+        auth.admit(TokenKind::Client, origin, Some(token.as_bytes()))
+    }
+
+    #[test]
+    fn a_token_keeps_its_number_as_long_as_it_is_valid() {
+        let auth = auth(0, 0);
+        let here = origin(1);
+        let one = client(&auth, &here, "one").unwrap();
+        assert!(!auth.replace(TokenKind::Client, Some(&tokens(&["two", "one"]))));
+        let two = client(&auth, &here, "two").unwrap();
+        assert_eq!(client(&auth, &here, "one"), Ok(one));
+        assert_ne!(one, two);
+        assert!(auth.is_valid(TokenKind::Client, one) && auth.is_valid(TokenKind::Client, two));
+        assert!(auth.replace(TokenKind::Client, Some(&tokens(&["two"]))));
+        assert!(!auth.is_valid(TokenKind::Client, one) && auth.is_valid(TokenKind::Client, two));
+        assert_eq!(client(&auth, &here, "one"), Err(Denied::Wrong));
+        // The same text later is another token: what came with the first is gone.
+        auth.replace(TokenKind::Client, Some(&tokens(&["one", "two"])));
+        assert_ne!(client(&auth, &here, "one"), Ok(one));
+    }
+
+    #[test]
+    fn whoever_came_without_a_token_needs_one_when_there_is_one() {
+        let auth = Auth::new(&Config::default());
+        assert_eq!(client(&auth, &origin(1), "x"), Ok(Pass::OPEN));
+        assert!(auth.is_valid(TokenKind::Client, Pass::OPEN));
+        assert!(auth.replace(TokenKind::Client, Some(&tokens(&["one"]))));
+        assert!(!auth.is_valid(TokenKind::Client, Pass::OPEN));
+        assert!(auth.replace(TokenKind::Client, None));
+        assert!(auth.is_valid(TokenKind::Client, Pass::OPEN));
+    }
+
+    /// GUARANTEES 48: nobody guesses faster than the limit, from one address or from many.
+    #[test]
+    fn guesses_are_limited() {
+        let auth = auth(1, 15);
+        let guess = |last: u8| client(&auth, &origin(last), "wrong");
+        for _ in 0..BURST {
+            assert_eq!(guess(1), Err(Denied::Wrong));
+        }
+        assert_eq!(guess(1), Err(Denied::TooMany));
+        // Not even with the right one; from elsewhere it is good.
+        assert_eq!(client(&auth, &origin(1), "one"), Err(Denied::TooMany));
+        let other = origin(2);
+        client(&auth, &other, "one").unwrap();
+        // What is no guess costs nothing.
+        for _ in 0..100 {
+            assert_eq!(auth.admit(TokenKind::Client, &origin(3), None), Err(Denied::Wrong));
+        }
+        let far = (3..=8).map(guess).filter(|denied| *denied == Err(Denied::Wrong)).count();
+        assert_eq!(far, 5, "15 in all");
+        assert_eq!(client(&auth, &origin(9), "one"), Err(Denied::TooMany));
+        // A connection that has shown the token before goes on.
+        client(&auth, &other, "one").unwrap();
+    }
+
+    #[test]
+    fn the_token_of_clients_does_not_help_to_guess_the_one_of_operators() {
+        let auth = auth(1, 0);
+        auth.replace(TokenKind::Admin, Some(&tokens(&["admin"])));
+        let here = origin(1);
+        client(&auth, &here, "one").unwrap();
+        let guess = || auth.admit(TokenKind::Admin, &here, Some(b"wrong"));
+        for _ in 0..BURST {
+            assert_eq!(guess(), Err(Denied::Wrong));
+        }
+        assert_eq!(guess(), Err(Denied::TooMany));
+        assert_eq!(auth.admit(TokenKind::Admin, &here, Some(b"admin")), Err(Denied::TooMany));
+    }
+
+    #[test]
+    fn bearer_tokens() {
+        let with = |value: &'static str| {
+            let headers = HeaderMap::from_iter([(AUTHORIZATION, HeaderValue::from_static(value))]);
+            bearer(&headers).map(<[u8]>::to_vec)
+        };
+        for right in ["Bearer x", "bearer  x ", "BEARER x"] {
+            assert_eq!(with(right), Some(b"x".to_vec()), "{right}");
+        }
+        assert_eq!(with("Bearer "), Some(Vec::new()));
+        for wrong in ["", "Bearer", "Basic x", "x"] {
+            assert_eq!(with(wrong), None, "{wrong}");
+        }
+        assert_eq!(bearer(&HeaderMap::new()), None);
+    }
+}

@@ -1,0 +1,243 @@
+//! The gRPC interface `dflockd.v1`, over the same engine as the other doors: one queue per key for all of them.
+//!
+//! `listen` has the sockets, `gate` what every call passes, `sessions` who asks, `fields` what comes in, `error` the
+//! refusals. The services are in the other files; what they promise stands in the `.proto` files of `dflockd-wire`.
+
+mod admin;
+mod arriving;
+mod cluster;
+mod elections;
+mod error;
+pub(crate) mod fields;
+mod gate;
+mod listen;
+mod locks;
+mod session_calls;
+mod sessions;
+mod signals;
+mod usage;
+mod values;
+mod views;
+mod watch;
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dflockd_engine::Door;
+use dflockd_wire::grpc::{
+    self as proto, admin_server::AdminServer, barriers_server::BarriersServer,
+    cluster_server::ClusterServer, counters_server::CountersServer,
+    elections_server::ElectionsServer, kv_server::KvServer, lists_server::ListsServer,
+    locks_server::LocksServer, sessions_server::SessionsServer, signals_server::SignalsServer,
+    watch_server::WatchServer,
+};
+use prost::Message;
+use tokio::sync::watch as watched;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+use tonic_health::ServingStatus;
+use tonic_health::server::HealthReporter;
+
+use self::error::Refused;
+pub(crate) use self::listen::{Limits, Listener};
+use self::sessions::Sessions;
+use crate::config::Config;
+use crate::frontend::auth::{Pass, TokenKind};
+use crate::frontend::budget::Budget;
+use crate::frontend::caller::Common;
+use crate::frontend::rate::RateLimit;
+use crate::service::{ANSWER_BYTES_MAX, Service};
+
+/// The longest message, in both directions.
+const MESSAGE_BYTES_MAX: usize = 2 << 20;
+/// How often it is looked whether the server can answer.
+const HEALTH_LOOK: Duration = Duration::from_millis(100);
+/// How long streams of health stay when the server shuts down.
+const LAST_WORD: Duration = Duration::from_millis(300);
+/// The names that health is told by; the empty one is the server as a whole.
+const SERVICES: [&str; 12] = [
+    "",
+    "dflockd.v1.Admin",
+    "dflockd.v1.Barriers",
+    "dflockd.v1.Cluster",
+    "dflockd.v1.Counters",
+    "dflockd.v1.Elections",
+    "dflockd.v1.Kv",
+    "dflockd.v1.Lists",
+    "dflockd.v1.Locks",
+    "dflockd.v1.Sessions",
+    "dflockd.v1.Signals",
+    "dflockd.v1.Watch",
+];
+
+/// What all calls share.
+pub(crate) struct App {
+    pub(crate) service: Arc<Service>,
+    pub(crate) sessions: Sessions,
+    rate_limit: Option<RateLimit>,
+    /// For calls that need no session.
+    common: Common,
+    draining: watched::Sender<bool>,
+}
+
+/// The services.
+#[derive(Clone)]
+pub(crate) struct Api(pub(crate) Arc<App>);
+
+/// Where a call comes from, and with which token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
+
+impl App {
+    pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
+        Self {
+            sessions: Sessions::new(config),
+            rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
+            common: Common::new(service, Door::Grpc, "grpc"),
+            draining: watched::Sender::new(false),
+            service: Arc::clone(service),
+        }
+    }
+
+    /// Ends the sessions that came with a token that is no longer valid. Streams and calls that wait see it themselves.
+    pub(crate) fn revoke(&self) {
+        let auth = &self.service.auth;
+        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
+        for session in revoked {
+            self.service.metrics.revoked(Door::Grpc);
+            session.caller.revoke();
+        }
+    }
+
+    /// Forgets addresses whose calls are not limited any more.
+    pub(crate) fn sweep_rates(&self) {
+        if let Some(limit) = &self.rate_limit {
+            limit.sweep(Instant::now());
+        }
+    }
+
+    /// Ends what waits.
+    pub(crate) fn drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Waits until the server shuts down.
+    pub(crate) async fn drained(&self) {
+        // The sender is here, so it can not end otherwise.
+        let _ = self.draining.subscribe().wait_for(|draining| *draining).await;
+    }
+
+    /// Whether calls are answered here now.
+    pub(crate) fn is_ready(&self) -> bool {
+        let member = self.service.engine.replicated();
+        !self.service.is_draining() && member.is_none_or(|member| member.is_ready())
+    }
+}
+
+impl Peer {
+    fn of<T>(request: &Request<T>) -> Result<Self, Status> {
+        let peer = request.extensions().get::<Self>().copied();
+        peer.ok_or_else(|| Refused::internal().into())
+    }
+}
+
+/// A call apart: where it comes from, and what it asks.
+fn open<T>(request: Request<T>) -> Result<(Peer, T), Status> {
+    let peer = Peer::of(&request)?;
+    Ok((peer, request.into_inner()))
+}
+
+/// What the connection of a call may cost.
+fn budget<T>(request: &Request<T>) -> Result<Arc<Budget>, Refused> {
+    let budget = request.extensions().get::<Arc<Budget>>().cloned();
+    budget.ok_or_else(Refused::internal)
+}
+
+impl App {
+    /// Looks at the state on a thread that may be busy: few at a time. None: nobody can say.
+    async fn look<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> Result<T, Refused> {
+        let done = self.service.looks.wait(work).await;
+        done.ok_or_else(Refused::internal)?.ok_or_else(Refused::unavailable)
+    }
+
+    /// The same for an answer: one look at a time for each connection, when there is room for what it comes to.
+    async fn show<T: Message + 'static>(
+        &self,
+        budget: &Budget,
+        work: impl FnOnce() -> Option<T> + Send + 'static,
+    ) -> Result<Response<T>, Refused> {
+        let (_turn, room) = budget.look(ANSWER_BYTES_MAX).await;
+        let message = self.look(work).await?;
+        Ok(gate::hold(room, message))
+    }
+}
+
+/// How many of the first items fit into one answer, by their lengths; at least one.
+fn fitting(lengths: impl IntoIterator<Item = usize>) -> usize {
+    let mut bytes = 0;
+    let fits = |(index, length): &(usize, usize)| {
+        // And what tells the items apart.
+        bytes += length + 8;
+        bytes <= ANSWER_BYTES_MAX || *index == 0
+    };
+    lengths.into_iter().enumerate().take_while(fits).count()
+}
+
+/// All services.
+fn routes(app: &Arc<App>) -> Result<Routes, tonic_reflection::server::Error> {
+    let api = Api(Arc::clone(app));
+    let (reporter, health) = tonic_health::server::health_reporter();
+    tokio::spawn(report_health(Arc::downgrade(app), reporter));
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    macro_rules! all {
+        ($routes:expr, $($server:ident)*) => {
+            $routes$(.add_service(
+                $server::new(api.clone())
+                    .max_decoding_message_size(MESSAGE_BYTES_MAX)
+                    .max_encoding_message_size(MESSAGE_BYTES_MAX),
+            ))*
+        };
+    }
+    let routes = Routes::new(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?);
+    let routes = all!(
+        routes, SessionsServer LocksServer ElectionsServer CountersServer KvServer ListsServer
+        BarriersServer SignalsServer WatchServer ClusterServer AdminServer
+    );
+    Ok(routes.prepare())
+}
+
+/// Tells whoever asks for the health of the server how it is.
+async fn report_health(app: std::sync::Weak<App>, mut reporter: HealthReporter) {
+    let mut told = None;
+    while let Some(app) = app.upgrade() {
+        let ready = app.is_ready();
+        if told != Some(ready) {
+            told = Some(ready);
+            let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+            for service in SERVICES {
+                reporter.set_service_status(service, status).await;
+            }
+        }
+        if app.service.is_draining() {
+            // Who watches has time to hear it; then these streams must end, or the server would wait for them.
+            tokio::time::sleep(LAST_WORD).await;
+            for service in SERVICES {
+                reporter.clear_service_status(service).await;
+                reporter.set_service_status(service, ServingStatus::NotServing).await;
+            }
+            return;
+        }
+        drop(app);
+        tokio::time::sleep(HEALTH_LOOK).await;
+    }
+}

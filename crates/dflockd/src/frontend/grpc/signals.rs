@@ -1,0 +1,145 @@
+//! The service `Signals`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use dflockd_core::{Command, Outcome, Push, Subscription as Wanted};
+use dflockd_engine::Door;
+use dflockd_wire::grpc::signals_server::Signals;
+use dflockd_wire::grpc::subscribe_response::What;
+use dflockd_wire::grpc::{
+    Applied, PublishRequest, PublishResponse, Reason, Signal, SubscribeRequest, SubscribeResponse,
+    Subscription,
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Request, Response, Status, Streaming};
+
+use super::error::Refused;
+use super::locks::done;
+use super::session_calls::Told;
+use super::{Api, App, Peer, budget, fields, open};
+use crate::frontend::caller::Caller;
+
+/// What may wait for a reader besides what the session keeps for it.
+const NEWS_MAX: usize = 4;
+
+type News = mpsc::Sender<Result<SubscribeResponse, Status>>;
+
+#[tonic::async_trait]
+impl Signals for Api {
+    async fn publish(
+        &self,
+        request: Request<PublishRequest>,
+    ) -> Result<Response<PublishResponse>, Status> {
+        let (peer, request) = open(request)?;
+        let (channel, payload) =
+            (fields::key(&request.channel)?, fields::payload(&request.payload)?);
+        let client = self.0.client(peer, &request).await?;
+        let told = client.execute(Command::Signal { channel, payload }).await?;
+        let Outcome::Number(receivers) = told.outcome() else {
+            return Err(Refused::by(told.outcome()).into());
+        };
+        Ok(Response::new(PublishResponse { receivers: receivers.unsigned_abs() }))
+    }
+
+    type SubscribeStream = Told<SubscribeResponse>;
+
+    async fn subscribe(
+        &self,
+        request: Request<Streaming<SubscribeRequest>>,
+    ) -> Result<Response<Self::SubscribeStream>, Status> {
+        let Peer(peer, _) = Peer::of(&request)?;
+        let pushes = Arc::clone(&budget(&request)?.pushes);
+        let mut requests = request.into_inner();
+        let app = Arc::clone(&self.0);
+        let first = requests.message().await?;
+        let first = first.filter(|first| !first.add.is_empty());
+        let first = first.ok_or_else(|| Refused::bad_request("a subscription is required"))?;
+        let seat = app.sessions.seat(peer)?;
+        let label = format!("signals {peer}");
+        let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
+        // Refused before the stream begins, where that is seen at once.
+        apply(&caller, &first).await?;
+        let (sender, news) = mpsc::channel(NEWS_MAX);
+        tokio::spawn(async move {
+            let _seat = seat;
+            let told = tokio::select! {
+                told = listen(&app, &caller, requests, &sender) => told,
+                () = sender.closed() => return,
+                () = app.drained() => Err(Refused::draining().into()),
+            };
+            if let Err(status) = told {
+                let _ = sender.send(Err(status)).await;
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(news))))
+    }
+}
+
+/// Tells signals and takes more wishes until nobody listens.
+async fn listen(
+    app: &App,
+    caller: &Caller,
+    mut requests: Streaming<SubscribeRequest>,
+    news: &News,
+) -> Result<(), Status> {
+    let mut unsent = VecDeque::from([applied()]);
+    let mut speaks = true;
+    loop {
+        tokio::select! {
+            biased;
+            permit = news.reserve(), if !unsent.is_empty() => {
+                let Ok(permit) = permit else { return Ok(()) };
+                if let Some(next) = unsent.pop_front() {
+                    permit.send(Ok(next));
+                }
+            }
+            push = caller.pushed(), if unsent.is_empty() => match push {
+                Some(Push::Signal { channel, payload }) => {
+                    let (channel, payload) = (channel.to_vec().into(), payload.to_vec().into());
+                    let what = Some(What::Signal(Signal { channel, payload }));
+                    unsent.push_back(SubscribeResponse { what });
+                }
+                Some(Push::Change(_) | Push::Leader { .. } | Push::Lost { .. }) => {}
+                None => return Err(lagged(app).into()),
+            },
+            () = caller.gone(), if !unsent.is_empty() => return Err(lagged(app).into()),
+            request = requests.message(), if speaks && unsent.is_empty() => match request? {
+                Some(request) => {
+                    apply(caller, &request).await?;
+                    unsent.push_back(applied());
+                }
+                None => speaks = false,
+            },
+        }
+    }
+}
+
+fn lagged(app: &App) -> Refused {
+    app.service.metrics.slow_reader(Door::Grpc);
+    let text = "the stream was read too slowly";
+    Refused::new(Code::ResourceExhausted, Reason::Lagged, text)
+}
+
+fn applied() -> SubscribeResponse {
+    SubscribeResponse { what: Some(What::Applied(Applied {})) }
+}
+
+async fn apply(caller: &Caller, request: &SubscribeRequest) -> Result<(), Refused> {
+    let wanted = |subscription: &Subscription| -> Result<_, Refused> {
+        let pattern = fields::pattern(&subscription.pattern)?.to_vec();
+        Ok((pattern, fields::group(&subscription.group)?.to_vec()))
+    };
+    for subscription in &request.add {
+        let (pattern, group) = wanted(subscription)?;
+        let wanted = Wanted::Signals { pattern: &pattern, group: &group };
+        done(caller.call(Command::Subscribe(wanted)).await?.outcome())?;
+    }
+    for subscription in &request.remove {
+        let (pattern, group) = wanted(subscription)?;
+        let wanted = Wanted::Signals { pattern: &pattern, group: &group };
+        done(caller.call(Command::Unsubscribe(wanted)).await?.outcome())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,308 @@
+//! What every request passes, in this order: CORS, metrics, rate limit, where it comes from, authentication, the state
+//! of the server; then its route.
+//!
+//! One service instead of one per concern: each would cost every request a box and a clone. axum calls it after the
+//! route was found, so that it knows the template, which is what metrics are kept by.
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use axum::extract::{MatchedPath, Request};
+use axum::http::header::{CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::{HeaderValue, Method};
+use axum::response::{IntoResponse, Response};
+use axum::routing::Route;
+use axum::routing::future::RouteFuture;
+use dflockd_engine::Door;
+use tokio::time::Sleep;
+use tower::{Layer, Service};
+
+use super::cors::{Allowed, preflight};
+use super::error::ApiError;
+use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
+use crate::config::FollowerMode;
+use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::telemetry::RequestTrace;
+
+/// Puts [`Gated`] around each route.
+#[derive(Clone)]
+pub(crate) struct Gate(pub(crate) Shared);
+
+/// A route behind the gate.
+#[derive(Clone)]
+pub(crate) struct Gated {
+    app: Shared,
+    route: Route,
+}
+
+/// What operators did here.
+const AUDIT: &str = "/v1/admin/audit";
+
+/// What a route is for, which decides who may use it and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Asked by machines that watch this one; always answered.
+    Probe,
+    /// Says how the server is, also while it goes down.
+    Service,
+    /// Totals for Prometheus, also while the server goes down.
+    Metrics,
+    /// The document, for everybody.
+    Document,
+    /// Files of the web page, for everybody.
+    Page,
+    /// There is no such route.
+    Unmatched,
+    /// Everything else.
+    Api,
+}
+
+impl Kind {
+    fn of(template: Option<&str>) -> Self {
+        match template {
+            None => Self::Unmatched,
+            Some("/health" | "/ready") => Self::Probe,
+            Some("/metrics") => Self::Metrics,
+            Some("/v1/stats") => Self::Service,
+            Some("/v1/openapi.json") => Self::Document,
+            Some(page) if page == "/" || page == "/ui" || page.starts_with("/ui/") => Self::Page,
+            Some(_) => Self::Api,
+        }
+    }
+}
+
+impl Layer<Route> for Gate {
+    type Service = Gated;
+
+    fn layer(&self, route: Route) -> Gated {
+        Gated { app: Shared::clone(&self.0), route }
+    }
+}
+
+impl Service<Request> for Gated {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Passing;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, mut request: Request) -> Passing {
+        let begun = Instant::now();
+        let app = &self.app;
+        let template = request.extensions().get::<MatchedPath>().cloned();
+        let (method, headers) = (request.method().clone(), request.headers());
+        let kind = Kind::of(template.as_ref().map(MatchedPath::as_str));
+        let traced = app.service.telemetry.as_ref().filter(|_| kind != Kind::Probe);
+        // A stranger's trace must not decide what is sampled here.
+        let trace = traced.map(|telemetry| {
+            let parent = Some(headers).filter(|headers| app.service.auth.knows(headers));
+            Box::new(telemetry.request(&method, parent))
+        });
+        let allowed = if app.cors.is_active() { app.cors.allowed(headers) } else { None };
+        let mut pass = Pass::OPEN;
+        let step = if app.cors.is_preflight(&method, headers) {
+            Step::Done(preflight())
+        } else {
+            match app.admit(&request, kind, begun) {
+                Ok(peer) => {
+                    pass = peer.1;
+                    request.extensions_mut().insert(peer);
+                    Step::Route(self.route.call(request))
+                }
+                Err(Refused::Now(error)) => Step::Done(error.into_response()),
+                Err(Refused::Later(error)) => {
+                    Step::Pause(Box::pin(tokio::time::sleep(WRONG_TOKEN_PAUSE)), error)
+                }
+            }
+        };
+        let (app, revoked) = (Shared::clone(app), None);
+        Passing { step, app, method, template, allowed, begun, trace, pass, revoked }
+    }
+}
+
+enum Refused {
+    Now(ApiError),
+    /// After a pause.
+    Later(ApiError),
+}
+
+impl App {
+    /// Whether a request may go on to its route, and who makes it.
+    fn admit(&self, request: &Request, kind: Kind, now: Instant) -> Result<Peer, Refused> {
+        origin::check_single_host(request.headers()).map_err(Refused::Now)?;
+        let origin = request.extensions().get::<Origin>();
+        let origin = origin.ok_or_else(|| Refused::Now(ApiError::internal()))?;
+        let mut peer = Peer(origin.address, Pass::OPEN);
+        if kind == Kind::Probe {
+            return Ok(peer);
+        }
+        if let Some(limit) = &self.rate_limit
+            && !limit.take(origin.address.into(), now)
+        {
+            return Err(Refused::Now(ApiError::rate_limited()));
+        }
+        if kind == Kind::Document || kind == Kind::Page {
+            return Ok(peer);
+        }
+        // Scrapers come by any name, and totals tell nobody a key.
+        if kind != Kind::Metrics && !self.service.auth.is_required() {
+            origin::check(request, &self.hosts, &self.cors).map_err(Refused::Now)?;
+        }
+        let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
+        peer.1 = admitted.map_err(|denied| match denied {
+            Denied::TooMany => Refused::Now(ApiError::auth_throttled()),
+            Denied::Wrong | Denied::Disabled => Refused::Later(challenge(ApiError::unauthorized())),
+        })?;
+        // What was asked of this server is told by no other.
+        if kind == Kind::Api && request.uri().path() != AUDIT {
+            self.is_served_here(request.method()).map_err(Refused::Now)?;
+        }
+        Ok(peer)
+    }
+
+    /// Refuses what this server does not do now, or never does itself.
+    fn is_served_here(&self, method: &Method) -> Result<(), ApiError> {
+        if self.service.is_draining() {
+            return Err(ApiError::draining());
+        }
+        let Some(member) = self.service.engine.replicated() else { return Ok(()) };
+        let changes = *method != Method::GET && *method != Method::HEAD;
+        let redirects = self.service.follower_mode == FollowerMode::Redirect && changes;
+        if !member.is_witness() && !redirects {
+            return Ok(());
+        }
+        let view = member.view();
+        if view.is_leader() && !member.is_witness() {
+            return Ok(());
+        }
+        Err(ApiError::not_leader(view.leader_addr(), view.leader_http_addr()))
+    }
+}
+
+/// Tells how to authenticate.
+fn challenge(refusal: ApiError) -> ApiError {
+    refusal.with_header(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))
+}
+
+/// A request on its way to its answer.
+pub(crate) struct Passing {
+    step: Step,
+    app: Shared,
+    method: Method,
+    template: Option<MatchedPath>,
+    allowed: Option<Allowed>,
+    begun: Instant,
+    trace: Option<Box<RequestTrace>>,
+    /// The token it came with.
+    pass: Pass,
+    /// Ready when that is no longer valid; made when the request has to wait.
+    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl Passing {
+    /// Whether the token of the request, if it came with one, is no longer valid now.
+    fn is_gone(&self) -> bool {
+        let auth = &self.app.service.auth;
+        self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass)
+    }
+
+    /// Whether the token of a request that waits is no longer valid.
+    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.pass == Pass::OPEN {
+            return false;
+        }
+        let (app, pass) = (&self.app, self.pass);
+        let revoked = self.revoked.get_or_insert_with(|| {
+            let app = Shared::clone(app);
+            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
+        });
+        revoked.as_mut().poll(cx).is_ready()
+    }
+}
+
+enum Step {
+    Route(RouteFuture<Infallible>),
+    Pause(Pin<Box<Sleep>>, ApiError),
+    Done(Response),
+    Told,
+}
+
+impl Future for Passing {
+    type Output = Result<Response, Infallible>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let ready = match &mut this.step {
+            Step::Route(route) => match Pin::new(route).poll(cx) {
+                // Its session went with the token, or it was granted what another one lost with it: what is not told
+                // is given back.
+                Poll::Ready(Ok(_)) if this.is_gone() => {
+                    this.app.service.metrics.revoked(Door::Http);
+                    Some(challenge(ApiError::revoked()).into_response())
+                }
+                Poll::Ready(Ok(response)) => Some(response),
+                Poll::Pending if this.is_revoked(cx) => {
+                    this.app.service.metrics.revoked(Door::Http);
+                    Some(challenge(ApiError::revoked()).into_response())
+                }
+                Poll::Pending => None,
+            },
+            Step::Pause(pause, _) => {
+                if pause.as_mut().poll(cx).is_pending() {
+                    return Poll::Pending;
+                }
+                None
+            }
+            Step::Done(_) | Step::Told => None,
+        };
+        let mut response = match (ready, &this.step) {
+            (Some(response), _) => response,
+            (None, Step::Route(_)) => return Poll::Pending,
+            (None, _) => match std::mem::replace(&mut this.step, Step::Told) {
+                Step::Pause(_, error) => error.into_response(),
+                Step::Done(response) => response,
+                Step::Route(_) | Step::Told => unreachable!("a finished future is not polled"),
+            },
+        };
+        let nosniff = HeaderValue::from_static("nosniff");
+        response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        // Answers hold tokens and values; what may be kept says so itself.
+        let no_store = HeaderValue::from_static("no-store");
+        response.headers_mut().entry(CACHE_CONTROL).or_insert(no_store);
+        if let Some(allowed) = this.allowed.take() {
+            allowed.tell(&mut response);
+        }
+        let template = this.template.as_ref().map(MatchedPath::as_str);
+        let (status, took) = (response.status(), this.begun.elapsed());
+        this.app.service.metrics.http_request(&this.method, template, status, took);
+        if let Some(trace) = this.trace.take() {
+            trace.answered(&this.method, template, status);
+        }
+        Poll::Ready(Ok(response))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_of_routes() {
+        for (template, kind) in [
+            (None, Kind::Unmatched),
+            (Some("/health"), Kind::Probe),
+            (Some("/v1/stats"), Kind::Service),
+            (Some("/metrics"), Kind::Metrics),
+            (Some("/"), Kind::Page),
+            (Some("/ui/{file}"), Kind::Page),
+            (Some("/uid"), Kind::Api),
+            (Some("/v1/locks/{key}"), Kind::Api),
+        ] {
+            assert_eq!(Kind::of(template), kind, "{template:?}");
+        }
+    }
+}

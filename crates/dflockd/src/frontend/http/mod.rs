@@ -1,0 +1,274 @@
+//! The HTTP interface: JSON over the same engine as the line protocol, one queue per key over both.
+//!
+//! `listen` has the sockets, `pace` their time limits, `layers` what every request passes (`cors`, `origin`, `rate`),
+//! `sessions` who asks, `body` what comes in and goes out, `error` the refusals, `openapi` the description of it all.
+//! The routes are in the other files.
+
+mod admin;
+mod answer;
+pub(crate) mod body;
+mod contract;
+mod cors;
+mod error;
+pub(crate) mod fields;
+mod layers;
+mod listen;
+mod locks;
+mod look;
+mod openapi;
+mod origin;
+mod pace;
+mod service_routes;
+mod session_routes;
+mod sessions;
+mod streams;
+mod ui;
+mod values;
+
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::FromRequestParts;
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use axum::response::Response;
+use bytes::Bytes;
+use dflockd_engine::Door;
+use tokio::sync::Notify;
+
+use self::cors::Cors;
+use self::error::ApiError;
+use self::layers::Gate;
+pub(crate) use self::listen::Listener;
+use self::origin::Hosts;
+use self::sessions::Sessions;
+use crate::config::Config;
+use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::budget::{Budget, Pieces};
+use crate::frontend::caller::{Caller, Common};
+use crate::frontend::rate::{self, RateLimit};
+use crate::logging;
+use crate::service::{ANSWER_BYTES_MAX, Service};
+
+/// Whoever guesses tokens has to wait this long for each answer.
+const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
+
+/// What all requests share.
+pub(crate) struct App {
+    pub(crate) service: Arc<Service>,
+    pub(crate) sessions: Sessions,
+    pub(crate) drain: Arc<Drain>,
+    /// Time a client has for the body of a request.
+    pub(crate) read_timeout: Duration,
+    /// How often a comment is written to event streams; zero is never.
+    pub(crate) sse_ping: Duration,
+    /// Whether HTTP/2 is spoken without TLS.
+    pub(crate) h2c: bool,
+    /// Whether the server listens on all addresses of the machine.
+    pub(crate) is_everywhere: bool,
+    hosts: Hosts,
+    cors: Cors,
+    rate_limit: Option<RateLimit>,
+    /// For requests that need no session.
+    common: Common,
+    /// The OpenAPI document, once the routes are known.
+    document: OnceLock<Bytes>,
+}
+
+/// The state of all handlers.
+pub(crate) type Shared = Arc<App>;
+
+/// Where a request comes from and with which token, as an argument of a handler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
+
+/// Whether the server is shutting down.
+pub(crate) struct Drain {
+    service: Arc<Service>,
+    leaving: AtomicBool,
+    begin: Notify,
+}
+
+impl App {
+    pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
+        Self {
+            sessions: Sessions::new(config, service),
+            drain: Arc::new(Drain {
+                service: Arc::clone(service),
+                leaving: AtomicBool::new(false),
+                begin: Notify::new(),
+            }),
+            read_timeout: config.read_timeout,
+            sse_ping: config.sse_ping(),
+            h2c: config.http_h2c,
+            is_everywhere: config.http_listens_everywhere(),
+            hosts: Hosts::new(config),
+            cors: Cors::new(&config.http_cors_allowed_origins),
+            rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
+            common: Common::new(service, Door::Http, "http"),
+            document: OnceLock::new(),
+            service: Arc::clone(service),
+        }
+    }
+
+    /// The session of requests that have none.
+    pub(crate) fn common(&self) -> Arc<Caller> {
+        self.common.get()
+    }
+
+    /// Whether requests are answered here now.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.service.engine.replicated().is_none_or(|member| member.is_ready())
+    }
+
+    /// Ends the sessions that came with a token that is no longer valid. Streams and requests that wait see it
+    /// themselves.
+    pub(crate) fn revoke(&self) {
+        let auth = &self.service.auth;
+        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
+        for session in revoked {
+            self.service.metrics.revoked(Door::Http);
+            session.revoke();
+        }
+    }
+
+    /// Ends sessions and forgets addresses that are not used any more, for ever.
+    pub(crate) async fn sweep(self: Arc<Self>) {
+        let interval = self.sessions.sweep_interval();
+        let mut rates_swept = Instant::now();
+        loop {
+            tokio::time::sleep(interval).await;
+            self.sessions.sweep();
+            if rates_swept.elapsed() >= rate::SWEEP {
+                rates_swept = Instant::now();
+                if let Some(limit) = &self.rate_limit {
+                    limit.sweep(rates_swept);
+                }
+            }
+        }
+    }
+}
+
+impl Drain {
+    /// The server is about to shut down: nobody new should come.
+    pub(crate) fn leave(&self) {
+        self.leaving.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::SeqCst) || self.service.is_draining()
+    }
+
+    /// Ends what waits.
+    pub(crate) fn begin(&self) {
+        self.begin.notify_waiters();
+    }
+
+    /// Waits until the server shuts down.
+    pub(crate) async fn begun(&self) {
+        loop {
+            let begin = self.begin.notified();
+            if self.service.is_draining() {
+                return;
+            }
+            begin.await;
+        }
+    }
+}
+
+/// All routes, behind the gate.
+pub(crate) fn router(app: Shared) -> Router {
+    let (router, document) = session_routes::routes()
+        .merge(locks::routes())
+        .merge(values::routes())
+        .merge(streams::routes())
+        .merge(look::routes())
+        .merge(admin::routes())
+        .merge(service_routes::routes())
+        .split_for_parts();
+    app.document.get_or_init(|| openapi::text(document));
+    router
+        .merge(ui::routes())
+        .fallback(async || ApiError::not_found())
+        .method_not_allowed_fallback(async || ApiError::method_not_allowed())
+        .layer(Gate(Arc::clone(&app)))
+        .with_state(app)
+}
+
+/// What the connection of a request may cost, as an argument of a handler.
+pub(crate) struct Room(pub(crate) Arc<Budget>);
+
+impl FromRequestParts<Shared> for Room {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
+        let budget = parts.extensions.get::<Arc<Budget>>().cloned();
+        budget.map(Self).ok_or_else(ApiError::internal)
+    }
+}
+
+impl Room {
+    /// Looks at the state and answers with JSON: one look at a time for each connection and few for the server, on a
+    /// thread that may be busy. None: nobody can say.
+    pub(crate) async fn look(
+        &self,
+        app: &App,
+        work: impl FnOnce() -> Option<Result<Vec<u8>, ApiError>> + Send + 'static,
+    ) -> Result<Response, ApiError> {
+        let (_turn, room) = self.0.look(ANSWER_BYTES_MAX).await;
+        let made = app.service.looks.wait(work).await.ok_or_else(ApiError::internal)?;
+        let text = made.ok_or_else(ApiError::unavailable)??;
+        Ok(body::json_response(StatusCode::OK, Body::new(Pieces::new(text, room))))
+    }
+
+    /// Reads something that is at hand and answers with JSON, when there is room for so many bytes.
+    pub(crate) async fn read(
+        &self,
+        bytes_max: usize,
+        reading: impl Future<Output = Result<Vec<u8>, ApiError>>,
+    ) -> Result<Response, ApiError> {
+        let room = self.0.answer(bytes_max).await;
+        let text = reading.await?;
+        Ok(body::json_response(StatusCode::OK, Body::new(Pieces::new(text, room))))
+    }
+}
+
+impl Peer {
+    fn of(parts: &Parts) -> Result<Self, ApiError> {
+        parts.extensions.get::<Self>().copied().ok_or_else(ApiError::internal)
+    }
+}
+
+impl FromRequestParts<Shared> for Peer {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
+        Self::of(parts)
+    }
+}
+
+/// Proof that the request carries the admin token. The first argument of a handler, so that nothing is looked at
+/// before.
+pub(crate) struct Admin;
+
+impl FromRequestParts<Shared> for Admin {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
+        let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
+        match app.service.admit_admin(Door::Http, origin, &parts.headers) {
+            // What can not be written down is not done.
+            Ok(_) if !logging::audit_has_room() => return Err(ApiError::unavailable()),
+            Ok(_) => return Ok(Self),
+            Err(Denied::Disabled) => return Err(ApiError::admin_disabled()),
+            Err(Denied::TooMany) => return Err(ApiError::auth_throttled()),
+            Err(Denied::Wrong) => {}
+        }
+        tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
+        Err(ApiError::admin_unauthorized())
+    }
+}

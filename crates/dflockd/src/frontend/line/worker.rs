@@ -1,0 +1,408 @@
+//! The threads that serve connections: each has its own, waits for all of them at once and turns to one after
+//! the other.
+//!
+//! A connection has no task, no timer and no buffers of its own while it is idle. Sockets announce what
+//! arrives once (edge-triggered), so nothing is registered again; what was not read is remembered in the
+//! connection.
+
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use dflockd_core::{Span, Timestamp};
+use mio::net::TcpStream;
+use mio::{Events, Interest, Poll, Token, Waker};
+use parking_lot::Mutex;
+use slab::Slab;
+
+use super::Peers;
+use super::socket::{Cause, Next, Peer};
+use crate::service::Service;
+use crate::telemetry::ConnectionTrace;
+
+/// What a connection may bring at a time: more than a thousand requests, a millisecond or so of work.
+const READ_BYTES: usize = 16 * 1024;
+/// How many sockets may be ready at a time.
+const EVENTS_MAX: usize = 256;
+/// How long the rest of the client's input is read after the last answer, so that a reset does not eat it.
+const LINGER: Span = Span::from_millis(250);
+/// A sleep that ends within this time was not worth it.
+const SHORT: Span = Span(50_000);
+/// After so many of them in a row traffic is brisk.
+const BRISK: u32 = 8;
+/// How long a worker stays awake then; when nothing comes, it is not brisk any more.
+const AWAKE: Span = Span(20_000);
+const WAKER: Token = Token(usize::MAX);
+
+thread_local! {
+    /// Which worker this thread is: its address, which no other has, or zero.
+    static HERE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A worker as others see it.
+pub(super) struct Worker {
+    service: Arc<Service>,
+    orders: Mutex<Vec<Order>>,
+    waker: Waker,
+    connections: AtomicUsize,
+}
+
+/// What a worker is told to do.
+pub(super) enum Order {
+    /// Serve this connection.
+    Join(TcpStream, SocketAddr),
+    /// Somebody else did something with the connection in this place, which may be another by now.
+    Look(usize),
+    /// End all waits.
+    Drain,
+    /// End the connections whose token is no longer valid.
+    Revoke,
+    /// Close all connections.
+    Close,
+    /// The same, and end.
+    Stop,
+}
+
+impl Worker {
+    pub(super) fn new(service: Arc<Service>) -> io::Result<(Self, Poll)> {
+        let poll = Poll::new()?;
+        let waker = Waker::new(poll.registry(), WAKER)?;
+        let (orders, connections) = (Mutex::default(), AtomicUsize::new(0));
+        Ok((Self { service, orders, waker, connections }, poll))
+    }
+
+    pub(super) fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// How many connections it has or will have.
+    pub(super) fn load(&self) -> usize {
+        self.connections.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn order(&self, order: Order) {
+        if let Order::Join(..) = order {
+            self.connections.fetch_add(1, Ordering::Relaxed);
+        }
+        let is_first = {
+            let mut orders = self.orders.lock();
+            orders.push(order);
+            orders.len() == 1
+        };
+        // The worker itself looks here before it sleeps, and who was before us has woken it.
+        if is_first && HERE.get() != self.address() {
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        if let Err(error) = self.waker.wake() {
+            tracing::error!(%error, "worker not woken");
+        }
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+}
+
+/// Starts the thread of a worker. To be called inside a tokio runtime, which runs what takes a while.
+pub(super) fn start(
+    peers: Arc<Peers>,
+    worker: Arc<Worker>,
+    poll: Poll,
+    tends: bool,
+) -> io::Result<()> {
+    let turns = Turns {
+        peers,
+        worker,
+        poll,
+        members: Slab::new(),
+        timers: BTreeSet::new(),
+        again: Vec::new(),
+        buffer: vec![0; READ_BYTES].into(),
+        short_sleeps: 0,
+        tends,
+    };
+    let runtime = tokio::runtime::Handle::current();
+    std::thread::Builder::new().name("connections".into()).spawn(move || {
+        let _context = runtime.enter();
+        turns.run();
+    })?;
+    Ok(())
+}
+
+/// The worker's thread.
+struct Turns {
+    peers: Arc<Peers>,
+    worker: Arc<Worker>,
+    poll: Poll,
+    members: Slab<Member>,
+    /// Mirrors `Member::looks_at`, where that is not never.
+    timers: BTreeSet<(Timestamp, usize)>,
+    /// Connections that have more to read.
+    again: Vec<usize>,
+    buffer: Box<[u8]>,
+    /// How many sleeps in a row were short.
+    short_sleeps: u32,
+    /// Turns to the replica, if there is one, before it sleeps.
+    tends: bool,
+}
+
+struct Member {
+    peer: Arc<Peer>,
+    address: IpAddr,
+    /// When the worker looks at the time for it.
+    looks_at: Timestamp,
+    /// It has ended, and waits for the client to see that.
+    lingers: bool,
+    /// It is among those that have more to read.
+    comes_again: bool,
+    /// Ends with it.
+    trace: Option<Box<ConnectionTrace>>,
+}
+
+impl Turns {
+    fn run(mut self) {
+        HERE.set(self.worker.address());
+        if let Some(replica) = self.worker.service.engine.replicated().filter(|_| self.tends) {
+            let worker = Arc::clone(&self.worker);
+            replica.set_tender(move || worker.wake());
+        }
+        let mut events = Events::with_capacity(EVENTS_MAX);
+        loop {
+            match self.wait(&mut events) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    tracing::error!(%error, "sockets can not be waited for");
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
+            for event in events.iter().filter(|event| event.token() != WAKER) {
+                let last = event.is_read_closed() || event.is_error();
+                let readable = event.is_readable() || last;
+                self.turn(event.token().0, Cause::Socket { readable, last });
+            }
+            for slot in std::mem::take(&mut self.again) {
+                if let Some(member) = self.members.get_mut(slot) {
+                    member.comes_again = false;
+                    self.turn(slot, Cause::Called);
+                }
+            }
+            self.look_at_time();
+            if !self.follow_orders() {
+                return;
+            }
+        }
+    }
+
+    /// Waits for sockets. While traffic is brisk it looks at them for a moment before it sleeps: to be woken costs
+    /// more than a request does, and whoever wakes us pays half of it.
+    fn wait(&mut self, events: &mut Events) -> io::Result<()> {
+        let service = Arc::clone(&self.worker.service);
+        let replica = service.engine.replicated().filter(|_| self.tends);
+        let can_sleep = replica.is_none_or(|replica| replica.tend());
+        let patience = self.patience().filter(|_| can_sleep);
+        if !can_sleep || patience == Some(Duration::ZERO) {
+            let found = self.poll.poll(events, Some(Duration::ZERO));
+            replica.inspect(|replica| replica.rise());
+            return found;
+        }
+        let clock = service.engine.clock();
+        let mut since = clock.now();
+        if self.short_sleeps >= BRISK {
+            let until = since + AWAKE;
+            while since < until {
+                self.poll.poll(events, Some(Duration::ZERO))?;
+                if !events.is_empty() || replica.is_some_and(|replica| replica.wants_tender()) {
+                    replica.inspect(|replica| replica.rise());
+                    return Ok(());
+                }
+                // Whoever wants this core gets it; it may be the client that we wait for.
+                std::thread::yield_now();
+                since = clock.now();
+            }
+            self.short_sleeps = 0;
+        }
+        let found = self.poll.poll(events, patience);
+        replica.inspect(|replica| replica.rise());
+        found?;
+        let was_short = clock.now().since(since) < SHORT;
+        self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };
+        Ok(())
+    }
+
+    /// How long to wait for sockets.
+    fn patience(&self) -> Option<Duration> {
+        if !self.again.is_empty() || !self.worker.orders.lock().is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let &(at, _) = self.timers.first()?;
+        Some(self.worker.service.engine.clock().until(at))
+    }
+
+    /// Turns to one connection. If that panics, it is the end of this connection only.
+    fn turn(&mut self, slot: usize, cause: Cause) {
+        let Some(Member { peer, lingers, .. }) = self.members.get(slot) else { return };
+        let lingers = *lingers;
+        let turn = AssertUnwindSafe(|| {
+            if lingers {
+                peer.drop_input(&mut self.buffer)
+            } else {
+                peer.turn(cause, &mut self.buffer)
+            }
+        });
+        match catch_unwind(turn).unwrap_or(Next::End) {
+            Next::Wait(until) => self.set_timer(slot, until),
+            Next::Again(until) => {
+                self.set_timer(slot, until);
+                let member = &mut self.members[slot];
+                if !std::mem::replace(&mut member.comes_again, true) {
+                    self.again.push(slot);
+                }
+            }
+            Next::End if lingers => self.remove(slot),
+            Next::End => self.end(slot),
+        }
+    }
+
+    /// Looks at the time for a connection at `at`, or earlier if that was so before.
+    fn set_timer(&mut self, slot: usize, at: Timestamp) {
+        let looks_at = &mut self.members[slot].looks_at;
+        if at < *looks_at {
+            self.timers.remove(&(*looks_at, slot));
+            self.timers.insert((at, slot));
+            *looks_at = at;
+        }
+    }
+
+    fn look_at_time(&mut self) {
+        let Some(&(first, _)) = self.timers.first() else { return };
+        let now = self.worker.service.engine.clock().now();
+        if first > now {
+            return;
+        }
+        let later = self.timers.split_off(&(now, usize::MAX));
+        for (_, slot) in std::mem::replace(&mut self.timers, later) {
+            let Some(member) = self.members.get_mut(slot) else { continue };
+            member.looks_at = Timestamp::NEVER;
+            if member.lingers {
+                self.remove(slot);
+            } else {
+                self.turn(slot, Cause::Time);
+            }
+        }
+    }
+
+    /// False if the worker is to end.
+    fn follow_orders(&mut self) -> bool {
+        let mut orders = std::mem::take(&mut *self.worker.orders.lock());
+        for order in orders.drain(..) {
+            match order {
+                Order::Join(stream, address) => self.join(stream, address),
+                Order::Look(slot) => self.turn(slot, Cause::Called),
+                Order::Drain => {
+                    for slot in self.slots() {
+                        self.turn(slot, Cause::Drain);
+                    }
+                }
+                Order::Revoke => {
+                    for slot in self.slots() {
+                        self.turn(slot, Cause::Revoke);
+                    }
+                }
+                Order::Close => self.close_all(),
+                Order::Stop => {
+                    self.close_all();
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    fn join(&mut self, stream: TcpStream, address: SocketAddr) {
+        let opened = catch_unwind(AssertUnwindSafe(|| self.open(stream, address)));
+        if let Err(error) = opened.unwrap_or_else(|_| Err(io::Error::other("panic"))) {
+            tracing::debug!(peer = %address, %error, "connection failed");
+            self.leave(address.ip());
+        }
+    }
+
+    fn open(&mut self, mut stream: TcpStream, address: SocketAddr) -> io::Result<()> {
+        if self.members.len() == self.members.capacity() {
+            // A quarter at a time: doubling would leave up to half of the memory unused.
+            self.members.reserve_exact((self.members.len() / 4).max(16));
+        }
+        let slot = self.members.vacant_key();
+        // Once for all: what is announced is what has changed, so an idle socket with room for output costs nothing.
+        let interest = Interest::READABLE | Interest::WRITABLE;
+        self.poll.registry().register(&mut stream, Token(slot), interest)?;
+        let tls = self.peers.tls.load_full();
+        let peer = Peer::open(&self.worker, slot, stream, address, tls)?;
+        let telemetry = self.worker.service.telemetry.as_ref();
+        self.members.insert(Member {
+            peer,
+            address: address.ip(),
+            looks_at: Timestamp::NEVER,
+            lingers: false,
+            comes_again: false,
+            trace: telemetry.map(|telemetry| Box::new(telemetry.connection(address))),
+        });
+        self.turn(slot, Cause::Called);
+        Ok(())
+    }
+
+    /// Ends a session; the socket goes as well, unless the client should see an orderly end first.
+    fn end(&mut self, slot: usize) {
+        if !self.end_session(slot) {
+            return self.remove(slot);
+        }
+        let until = self.worker.service.engine.clock().now() + LINGER;
+        let member = &mut self.members[slot];
+        member.lingers = true;
+        // What the conversation had to wait for does not count any more.
+        self.timers.remove(&(member.looks_at, slot));
+        member.looks_at = Timestamp::NEVER;
+        self.set_timer(slot, until);
+        self.turn(slot, Cause::Called);
+    }
+
+    /// True if the client should see an orderly end.
+    fn end_session(&self, slot: usize) -> bool {
+        let peer = &self.members[slot].peer;
+        catch_unwind(AssertUnwindSafe(|| peer.end())).unwrap_or(false)
+    }
+
+    fn remove(&mut self, slot: usize) {
+        let mut member = self.members.remove(slot);
+        member.trace = None;
+        self.timers.remove(&(member.looks_at, slot));
+        let address = member.address;
+        // The socket first: whoever gets the place needs its descriptor.
+        drop(member);
+        self.leave(address);
+    }
+
+    fn leave(&self, address: IpAddr) {
+        self.worker.connections.fetch_sub(1, Ordering::Relaxed);
+        self.peers.leave_seat(address);
+    }
+
+    fn close_all(&mut self) {
+        for slot in self.slots() {
+            self.end_session(slot);
+            self.remove(slot);
+        }
+    }
+
+    fn slots(&self) -> Vec<usize> {
+        self.members.iter().map(|(slot, _)| slot).collect()
+    }
+}
