@@ -3,15 +3,14 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
+use dflockd_api::{Bytes, Caller, Outcome, Refusal, RequestId, SessionId, Span, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
-use crate::command::Caller;
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::{Effect, Outcome, Refusal};
+use crate::effect::Effect;
 use crate::session::Blocked;
 use crate::store::Store;
-use crate::types::{Bytes, RequestId, SessionId, Span, Timestamp};
 
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Barrier {

@@ -2,11 +2,11 @@
 
 use alloc::vec::Vec;
 
+use dflockd_api::{Bytes, Event, Outcome, Refusal, Revision, Timestamp};
 use serde::{Deserialize, Serialize};
 
-use crate::effect::{Effect, Event, Outcome, Refusal};
+use crate::effect::Effect;
 use crate::store::{IdleValue, Store};
-use crate::types::{Bytes, Revision, Timestamp};
 
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Counter {

@@ -6,9 +6,10 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
+use dflockd_api::{Bytes, Fence, RequestId, SessionId, Span, Timestamp};
+
 use crate::bugs::{Bug, bug};
 use crate::chain::Slot;
-use crate::types::{Bytes, Fence, RequestId, SessionId, Span, Timestamp};
 
 /// Identifies a timer: when it is due and a number that makes it unique and keeps equal times in order.
 pub(crate) type TimerKey = (Timestamp, u64);

@@ -3,8 +3,9 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use crate::effect::{Effect, LeaderEvent, Push};
-use crate::types::{Bytes, SessionId};
+use dflockd_api::{Bytes, LeaderEvent, Push, SessionId};
+
+use crate::effect::Effect;
 
 /// Why a session is told.
 #[derive(Clone, Copy, Default)]

@@ -5,13 +5,14 @@ use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
 
+use dflockd_api::{Fence, SessionId, Space};
+
 use crate::deadline::Timer;
 use crate::lock::Lock;
 use crate::pattern;
 use crate::session::{Blocked, Enqueued, Session};
 use crate::store::{IdleValue, Store};
 use crate::subscription::{Owned, Volume};
-use crate::types::{Fence, SessionId, Space};
 use crate::view::LockKind;
 
 /// Where counting must end.

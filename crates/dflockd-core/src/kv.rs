@@ -2,13 +2,12 @@
 
 use alloc::vec::Vec;
 
+use dflockd_api::{Bytes, Event, Expect, Outcome, Refusal, Revision, Span, Timestamp};
 use serde::{Deserialize, Serialize};
 
-use crate::command::Expect;
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::{Effect, Event, Outcome, Refusal};
+use crate::effect::Effect;
 use crate::store::{IdleValue, Store};
-use crate::types::{Bytes, Revision, Span, Timestamp};
 
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct KvEntry {

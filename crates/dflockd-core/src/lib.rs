@@ -16,13 +16,13 @@ extern crate std;
 mod barrier;
 pub mod bugs;
 mod chain;
-mod command;
 mod counter;
 mod deadline;
 mod effect;
 mod election;
 mod invariants;
 mod kv;
+mod limits;
 mod list;
 mod lock;
 mod pattern;
@@ -33,17 +33,15 @@ mod snapshot;
 mod store;
 mod subscription;
 mod tally;
-mod types;
 mod view;
 mod watch;
 
 #[cfg(test)]
 mod tests;
 
-pub use command::{Caller, Command, CommandKind, Expect, Query, Subscription, Urgency};
-pub use effect::{
-    Change, Effect, Event, Grant, Group, LeaderEvent, LostReason, Outcome, Push, REFUSALS, Refusal,
-};
+pub use dflockd_api::*;
+pub use effect::{Effect, Group};
+pub use limits::{Limits, LimitsV2};
 pub use list::RANGE_BYTES_MAX;
 pub use pattern::{
     Separators, is_literal, is_valid as pattern_is_valid, matches as pattern_matches,
@@ -54,10 +52,6 @@ pub use shared::Shared;
 pub use snapshot::SnapshotError;
 pub use store::{Idle, Store, Usages};
 pub use tally::{BUCKETS, Counts, Histogram, Primitive, Tally};
-pub use types::{
-    Bytes, End, Fence, Limits, LimitsV2, Mode, RequestId, Revision, SessionId, Space, Span,
-    Timestamp, Token,
-};
 pub use view::{
     BarrierView, ChannelView, Contended, Contention, CounterView, HolderView, KeyKind, KeyView,
     KvView, ListView, Listed, LockKind, LockPage, LockView, Only, SessionView, Survey, WaiterView,

@@ -6,15 +6,16 @@
 use alloc::collections::{BTreeMap, VecDeque};
 use alloc::vec::Vec;
 
+use dflockd_api::{
+    Bytes, Caller, End, Event, Outcome, Refusal, RequestId, Revision, SessionId, Span, Timestamp,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
-use crate::command::Caller;
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::{Effect, Event, Outcome, Refusal};
+use crate::effect::Effect;
 use crate::session::Blocked;
 use crate::store::Store;
-use crate::types::{Bytes, End, RequestId, Revision, SessionId, Span, Timestamp};
 
 /// The items of a list that one answer has, in bytes: each counts a little more than its length. One item is always
 /// told, however long it is.

@@ -8,21 +8,21 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use core::hash::BuildHasher;
 
+use dflockd_api::{
+    Bytes, Caller, Command, Event, Fence, Grant, LeaderEvent, LostReason, Mode, Outcome, Push,
+    Refusal, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+};
 use foldhash::fast::FixedState;
 use hashbrown::{HashMap, HashTable};
 use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
 use crate::chain::{Arena, Chain, Linked, Links, Slot};
-use crate::command::{Caller, Command};
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::{Effect, Event, Grant, LeaderEvent, LostReason, Outcome, Push, Refusal};
+use crate::effect::Effect;
 use crate::session::{Blocked, Enqueued};
 use crate::store::Store;
 use crate::tally::Primitive;
-use crate::types::{
-    Bytes, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
-};
 use crate::view::LockKind;
 
 /// Chain of a lock: its queue or its holders.

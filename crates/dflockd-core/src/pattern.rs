@@ -10,7 +10,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 use core::ops::Bound;
 
-use crate::types::Bytes;
+use dflockd_api::Bytes;
 
 /// What ends a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,11 +2,11 @@
 
 use alloc::vec::Vec;
 
-use crate::command::{Caller, Command};
+use dflockd_api::{Caller, Command, Fence, RequestId, SessionId, Span};
+
 use crate::deadline::Timer;
 use crate::lock::EndOfHold;
 use crate::store::Store;
-use crate::types::{Fence, RequestId, SessionId, Span};
 
 impl Store {
     /// The longest lease that is held or was asked for by somebody who waits.
@@ -65,9 +65,11 @@ mod tests {
     use alloc::vec;
 
     use super::*;
-    use crate::effect::{Effect, Outcome};
+    use dflockd_api::{Mode, Outcome, Space, Timestamp};
+
+    use crate::effect::Effect;
+    use crate::limits::{Limits, LimitsV2};
     use crate::shared::Shared;
-    use crate::types::{Limits, LimitsV2, Mode, Space, Timestamp};
 
     fn at_secs(seconds: u64) -> Timestamp {
         Timestamp(0) + Span::from_secs(seconds)

@@ -7,16 +7,18 @@ use alloc::vec::Vec;
 use core::ops::Deref;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use dflockd_api::{
+    Bytes, Caller, Command, LostReason, Outcome, Refusal, RequestId, SessionId, Space, Timestamp,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::chain::{Chain, Slot};
-use crate::command::{Caller, Command};
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::{Effect, LostReason, Outcome, Refusal};
+use crate::effect::Effect;
+use crate::limits::Limits;
 use crate::lock::{EndOfHold, IN_SESSION};
 use crate::store::Store;
 use crate::subscription::{Owned, Volume};
-use crate::types::{Bytes, Limits, RequestId, SessionId, Space, Timestamp};
 
 pub(crate) struct Session {
     /// By fence, because they are added when granted.

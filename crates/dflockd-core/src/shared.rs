@@ -3,7 +3,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use crate::types::{Fence, Revision};
+use dflockd_api::{Fence, Revision};
 
 /// Counters shared by the stores of one server. A store behind a log has one of its own.
 ///

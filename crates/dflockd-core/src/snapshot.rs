@@ -11,6 +11,9 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::fmt;
 
+use dflockd_api::{
+    Bytes, Change, Fence, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::barrier::Barrier;
@@ -18,18 +21,15 @@ use crate::bugs::{Bug, bug};
 use crate::chain::{Chain, Links};
 use crate::counter::Counter;
 use crate::deadline::{Timer, TimerKey};
-use crate::effect::Change;
 use crate::election::Reason;
 use crate::kv::KvEntry;
+use crate::limits::{Limits, LimitsV2};
 use crate::list::{List, Popper};
 use crate::lock::{Claim, Hold, Lock};
 use crate::session::{Blocked, Enqueued, Results, Session};
 use crate::shared::Shared;
 use crate::store::{IdleValue, Store};
 use crate::subscription::{Members, Owned};
-use crate::types::{
-    Bytes, Fence, Limits, LimitsV2, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
-};
 use crate::view::LockKind;
 
 /// What every store has.

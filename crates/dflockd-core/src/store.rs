@@ -6,16 +6,20 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::{Index, IndexMut};
 
+use dflockd_api::{
+    Bytes, Caller, Change, Command, Event, LostReason, Outcome, Push, Query, RequestId, Revision,
+    SessionId, Timestamp,
+};
 use foldhash::fast::FixedState;
 use hashbrown::HashMap;
 
 use crate::barrier::Barrier;
-use crate::command::{Caller, Command, Query};
 use crate::counter::Counter;
 use crate::deadline::{Deadlines, Due, Timer};
-use crate::effect::{Change, Effect, Event, LostReason, Outcome, Push};
+use crate::effect::Effect;
 use crate::election::Observers;
 use crate::kv::KvEntry;
+use crate::limits::Limits;
 use crate::list::List;
 use crate::lock::{EndOfHold, Locks};
 use crate::pattern::{self, Separators};
@@ -23,7 +27,6 @@ use crate::session::{Session, Usage};
 use crate::shared::Shared;
 use crate::subscription::Subscriptions;
 use crate::tally::{QueueLengths, Tally};
-use crate::types::{Bytes, Limits, RequestId, Revision, SessionId, Timestamp};
 
 /// All state of a server, or of one shard of it.
 pub struct Store {

@@ -4,15 +4,17 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
+use dflockd_api::{
+    Bytes, LeaderEvent, Outcome, Push, Refusal, Revision, SessionId, Space, Subscription,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
-use crate::command::Subscription;
-use crate::effect::{Effect, Group, LeaderEvent, Outcome, Push, Refusal};
+use crate::effect::{Effect, Group};
+use crate::limits::Limits;
 use crate::pattern::{self, PatternIndex, Separators};
 use crate::shared::Shared;
 use crate::store::Store;
-use crate::types::{Bytes, Limits, Revision, SessionId, Space};
 use crate::watch::{SharedWatches, WatchIndex};
 
 /// A subscription as its session remembers it.

@@ -8,12 +8,11 @@ use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
 
-use crate::command::{Command, CommandKind};
-use crate::effect::{Outcome, REFUSALS};
+use dflockd_api::{Command, CommandKind, Mode, Outcome, REFUSALS, Span};
+
 use crate::lock::{Claim, EndOfHold, Lock};
 use crate::store::Store;
 use crate::subscription::Owned;
-use crate::types::{Mode, Span};
 use crate::view::{KeyKind, LockKind};
 
 /// A kind of hold.
@@ -409,9 +408,10 @@ mod tests {
     use alloc::sync::Arc;
 
     use super::*;
-    use crate::command::Caller;
+    use dflockd_api::{Caller, RequestId, SessionId, Space, Timestamp, Token};
+
+    use crate::limits::Limits;
     use crate::shared::Shared;
-    use crate::types::{Limits, RequestId, SessionId, Space, Timestamp, Token};
 
     struct Scene {
         store: Store,

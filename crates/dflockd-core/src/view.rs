@@ -5,13 +5,13 @@ use alloc::collections::{BTreeSet, BinaryHeap};
 use alloc::vec::Vec;
 use core::ops::Range;
 
+use dflockd_api::{Bytes, Fence, Revision, SessionId, Space, Span, Timestamp};
 use serde::{Deserialize, Serialize};
 
 use crate::chain::Slot;
 use crate::lock::Lock;
 use crate::session::{Enqueued, Session};
 use crate::store::Store;
-use crate::types::{Bytes, Fence, Revision, SessionId, Space, Span, Timestamp};
 
 /// What kind of lock a key is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -647,9 +647,10 @@ mod tests {
     use alloc::sync::Arc;
 
     use super::*;
-    use crate::command::{Caller, Command};
+    use dflockd_api::{Caller, Command, Mode, RequestId};
+
+    use crate::limits::Limits;
     use crate::shared::Shared;
-    use crate::types::{Limits, Mode, RequestId};
 
     /// `k00` to `k29` are mutexes, every third has a waiter, `k10` has three and is a semaphore, too.
     fn store() -> Store {

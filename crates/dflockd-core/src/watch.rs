@@ -4,8 +4,9 @@
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
+use dflockd_api::{Bytes, SessionId};
+
 use crate::pattern::{PatternIndex, Separators};
-use crate::types::{Bytes, SessionId};
 use crate::view::ChannelView;
 
 /// The watches with wildcards that several stores have in common: see

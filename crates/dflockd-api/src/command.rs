@@ -3,7 +3,7 @@
 //! Chance (salts) and time come in with the command; keys and values are borrowed from wherever
 //! they were read.
 
-use crate::effect::Outcome;
+use crate::outcome::Outcome;
 use crate::types::{
     End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };
@@ -21,7 +21,7 @@ pub struct Caller {
 
 /// A change of the store.
 ///
-/// Every command is answered by exactly one [`Effect::Reply`](crate::Effect::Reply) to its caller, at once or (for the
+/// Every command is answered by exactly one reply to its caller, at once or (for the
 /// ones with a `wait`) later.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command<'a> {
@@ -252,7 +252,7 @@ macro_rules! commands {
         }
 
         impl CommandKind {
-            /// All of them with their names for people, in the order of [`Tally::commands`](crate::Tally::commands).
+            /// All of them with their names for people, in the order of the counters of the store.
             pub const ALL: &'static [(Self, &'static str)] =
                 &[$((Self::$client, $client_name),)*];
         }
@@ -311,7 +311,8 @@ macro_rules! commands {
             }
 
             /// Whether a repeated request gets the first answer again instead of being executed.
-            pub(crate) fn is_kept(&self) -> bool {
+            #[must_use]
+            pub fn is_kept(&self) -> bool {
                 match self {
                     $(Self::$client { .. } => Repeat::$client_repeat == Repeat::Kept,)*
                     $(Self::$engine { .. } => false,)*

@@ -1,0 +1,24 @@
+//! What can be asked of dflockd and what can come of it, each thing declared once: ids and lengths of time, commands
+//! with what is true of each, outcomes, refusals and what every API says for them, and the checks that a request must
+//! pass wherever it comes from.
+//!
+//! The state machine (`dflockd-core`) decides by these types, the line protocol (`dflockd-wire`) carries them, and the
+//! other APIs build them. Nothing here decides, allocates a connection or knows a clock.
+
+#![no_std]
+
+extern crate alloc;
+
+mod command;
+mod outcome;
+mod push;
+mod refusal;
+mod types;
+
+pub use command::{Caller, Command, CommandKind, Expect, Query, Subscription, Urgency};
+pub use outcome::{Grant, Outcome};
+pub use push::{Change, Event, LeaderEvent, LostReason, Push};
+pub use refusal::{REFUSALS, Refusal};
+pub use types::{
+    Bytes, End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+};
