@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use dflockd_core::{
     Caller, Command, Effect, End, Expect, Fence, Limits, Listed, Mode, Outcome, Query, RequestId,
-    Revision, SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token,
+    Revision, SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
 };
 
 const CLIENTS: u64 = 4;
@@ -364,7 +364,7 @@ impl<'a> Game<'a> {
             2..=5 => {
                 let mode = mode(bytes);
                 let (wait, lease) = (Span(bytes.pick(&SPANS)), bytes.pick(&LEASES));
-                let command = Command::Acquire { key, mode, wait, lease, salt };
+                let command = Command::Acquire(command::Acquire { key, mode, wait, lease, salt });
                 return (command, mode.space(), key);
             }
             6..=7 => {
@@ -375,15 +375,28 @@ impl<'a> Game<'a> {
                         mode
                     }
                 };
-                let command = Command::Enqueue { key, mode, lease: bytes.pick(&LEASES), salt };
+                let command = Command::Enqueue(command::Enqueue {
+                    key,
+                    mode,
+                    lease: bytes.pick(&LEASES),
+                    salt,
+                });
                 return (command, mode.space(), key);
             }
-            8..=9 => Command::Wait { key, space, wait: Span(bytes.pick(&SPANS)) },
+            8..=9 => Command::Wait(command::Wait { key, space, wait: Span(bytes.pick(&SPANS)) }),
             10..=12 => return self.hold_command(kind),
-            13 => Command::Add { key, delta: bytes.pick(&DELTAS), decrement: bytes.flag() },
-            14 => Command::CounterSet { key, value: bytes.pick(&DELTAS) },
-            15 => Command::KvSet { key, value: bytes.pick(&VALUES), ttl: bytes.pick(&LEASES) },
-            16 => Command::KvDelete { key },
+            13 => Command::Add(command::Add {
+                key,
+                delta: bytes.pick(&DELTAS),
+                decrement: bytes.flag(),
+            }),
+            14 => Command::CounterSet(command::CounterSet { key, value: bytes.pick(&DELTAS) }),
+            15 => Command::KvSet(command::KvSet {
+                key,
+                value: bytes.pick(&VALUES),
+                ttl: bytes.pick(&LEASES),
+            }),
+            16 => Command::KvDelete(command::KvDelete { key }),
             17 => {
                 let expect = match bytes.next() & 3 {
                     0 => Expect::Absent,
@@ -391,28 +404,34 @@ impl<'a> Game<'a> {
                     _ => Expect::Value(bytes.pick(&VALUES)),
                 };
                 let (value, ttl) = (bytes.pick(&VALUES), bytes.pick(&LEASES));
-                Command::KvCompareAndSet { key, expect, value, ttl }
+                Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl })
             }
-            18 => Command::Push { key, end: end(bytes), value: bytes.pick(&VALUES) },
-            19 => Command::Pop { key, end: end(bytes), wait: None },
+            18 => Command::Push(command::Push { key, end: end(bytes), value: bytes.pick(&VALUES) }),
+            19 => Command::Pop(command::Pop { key, end: end(bytes), wait: None }),
             20..=21 => {
                 let wait = Some(Span(bytes.pick(&SPANS)));
-                Command::Pop { key, end: end(bytes), wait }
+                Command::Pop(command::Pop { key, end: end(bytes), wait })
             }
             22 => {
                 let count = bytes.pick(&[1, 2, 2, 3]);
-                Command::BarrierWait { key, count, wait: Span(bytes.pick(&SPANS)) }
+                Command::BarrierWait(command::BarrierWait {
+                    key,
+                    count,
+                    wait: Span(bytes.pick(&SPANS)),
+                })
             }
-            23 => Command::Signal { channel: key, payload: bytes.pick(&VALUES) },
-            24..=25 => Command::Subscribe(self.subscription(key)),
-            26 => Command::Unsubscribe(self.subscription(key)),
+            23 => Command::Signal(command::Signal { channel: key, payload: bytes.pick(&VALUES) }),
+            24..=25 => Command::Subscribe(command::Subscribe { to: self.subscription(key) }),
+            26 => Command::Unsubscribe(command::Unsubscribe { from: self.subscription(key) }),
             27 => {
                 let back = u64::from(bytes.next() & 3);
-                Command::Cancel { request: RequestId(last.saturating_sub(back)) }
+                Command::Cancel(command::Cancel { request: RequestId(last.saturating_sub(back)) })
             }
             28 => {
                 let back = u64::from(bytes.next() & 3);
-                Command::Acknowledge { up_to: RequestId(last.saturating_sub(back)) }
+                Command::Acknowledge(command::Acknowledge {
+                    up_to: RequestId(last.saturating_sub(back)),
+                })
             }
             29 => Command::Undo(outcome),
             30 => {
@@ -444,12 +463,14 @@ impl<'a> Game<'a> {
             _ => {}
         }
         let command = match kind {
-            10 => Command::Release { key, space, token, resign: how & 16 != 0 },
+            10 => Command::Release(command::Release { key, space, token, resign: how & 16 != 0 }),
             11 => match self.bytes.pick(&LEASES) {
-                Some(lease) if how & 16 != 0 => Command::RenewSession { lease },
-                lease => Command::Renew { key, space, token, lease },
+                Some(lease) if how & 16 != 0 => {
+                    Command::RenewSession(command::RenewSession { lease })
+                }
+                lease => Command::Renew(command::Renew { key, space, token, lease }),
             },
-            _ => Command::ForceRelease { key, space, fence: token.fence },
+            _ => Command::ForceRelease(command::ForceRelease { key, space, fence: token.fence }),
         };
         (command, space, key)
     }
@@ -527,9 +548,9 @@ fn is_answered(command: &Command<'_>) -> bool {
 fn may_block(command: &Command<'_>) -> bool {
     matches!(
         command,
-        Command::Acquire { .. }
-            | Command::Wait { .. }
-            | Command::Pop { wait: Some(_), .. }
-            | Command::BarrierWait { .. }
+        Command::Acquire(_)
+            | Command::Wait(_)
+            | Command::Pop(command::Pop { wait: Some(_), .. })
+            | Command::BarrierWait(_)
     )
 }

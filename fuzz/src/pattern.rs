@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use dflockd_core::{
     Caller, Command, Effect, Limits, Outcome, Push, RequestId, Separators, SessionId, Shared,
-    Store, Subscription, Timestamp, is_literal, pattern_is_valid, pattern_matches,
+    Store, Subscription, Timestamp, command, is_literal, pattern_is_valid, pattern_matches,
 };
 
 /// More than any seed has, so that a large input does not become slow.
@@ -117,8 +117,8 @@ impl Game {
             Subscription::Changes { pattern, from: None },
         ] {
             let command = match join {
-                true => Command::Subscribe(subscription),
-                false => Command::Unsubscribe(subscription),
+                true => Command::Subscribe(command::Subscribe { to: subscription }),
+                false => Command::Unsubscribe(command::Unsubscribe { from: subscription }),
             };
             taken.push(!matches!(self.apply(session, command).0, Outcome::Refused(_)));
         }
@@ -151,7 +151,7 @@ impl Game {
             }
         }
         let expected: Vec<u64> = expected.into_iter().collect();
-        let signal = Command::Signal { channel: subject, payload: b"x" };
+        let signal = Command::Signal(command::Signal { channel: subject, payload: b"x" });
         let (outcome, told) = self.apply(PUBLISHER, signal);
         if is_literal(subject) {
             assert_eq!(listeners(&told, subject), expected, "of a signal on {subject:?}");
@@ -162,7 +162,7 @@ impl Game {
             assert!(matches!(outcome, Outcome::Refused(_)), "a signal to many: {outcome:?}");
             assert!(told.is_empty(), "a refused signal was told");
         }
-        let set = Command::KvSet { key: subject, value: b"x", ttl: None };
+        let set = Command::KvSet(command::KvSet { key: subject, value: b"x", ttl: None });
         let (_, told) = self.apply(PUBLISHER, set);
         assert_eq!(listeners(&told, subject), expected, "of a change of {subject:?}");
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use dflockd_core::{
     Caller, Command, End, Mode, RequestId, SessionId, Shared, Space, Span, Store, Timestamp,
+    command,
 };
 
 /// The sessions of the seeds, and a few more.
@@ -76,23 +77,36 @@ impl Run {
     /// Does something to everything, as new and as old sessions.
     fn end_by_use(mut self, now: Timestamp) {
         for session in 0..=SESSIONS {
-            let acknowledge = Command::Acknowledge { up_to: RequestId(u64::MAX) };
+            let acknowledge =
+                Command::Acknowledge(command::Acknowledge { up_to: RequestId(u64::MAX) });
             self.apply(session, acknowledge, now);
         }
         for key in KEYS {
             let (wait, lease, salt) = (Span(5), None, 1);
             for mode in [Mode::Mutex, Mode::Semaphore { limit: 2 }, Mode::Read, Mode::Write] {
-                self.apply(1, Command::Acquire { key, mode, wait, lease, salt }, now);
+                self.apply(
+                    1,
+                    Command::Acquire(command::Acquire { key, mode, wait, lease, salt }),
+                    now,
+                );
             }
             for space in [Space::Locks, Space::Semaphores] {
-                self.apply(2, Command::Wait { key, space, wait }, now);
+                self.apply(2, Command::Wait(command::Wait { key, space, wait }), now);
             }
-            self.apply(2, Command::Add { key, delta: 1, decrement: false }, now);
-            self.apply(2, Command::KvSet { key, value: b"x", ttl: Some(wait) }, now);
-            self.apply(2, Command::Push { key, end: End::Left, value: b"x" }, now);
-            self.apply(3, Command::Pop { key, end: End::Left, wait: Some(wait) }, now);
-            self.apply(3, Command::BarrierWait { key, count: 2, wait }, now);
-            self.apply(4, Command::Signal { channel: key, payload: b"x" }, now);
+            self.apply(2, Command::Add(command::Add { key, delta: 1, decrement: false }), now);
+            self.apply(
+                2,
+                Command::KvSet(command::KvSet { key, value: b"x", ttl: Some(wait) }),
+                now,
+            );
+            self.apply(2, Command::Push(command::Push { key, end: End::Left, value: b"x" }), now);
+            self.apply(
+                3,
+                Command::Pop(command::Pop { key, end: End::Left, wait: Some(wait) }),
+                now,
+            );
+            self.apply(3, Command::BarrierWait(command::BarrierWait { key, count: 2, wait }), now);
+            self.apply(4, Command::Signal(command::Signal { channel: key, payload: b"x" }), now);
         }
         self.apply(1, Command::Detach { until: now }, now);
         self.apply(0, Command::NewTerm, now);

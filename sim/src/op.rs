@@ -2,7 +2,7 @@
 
 use dflockd_core::{
     Command, End, Expect, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Subscription,
-    Token,
+    Token, command,
 };
 use dflockd_engine::replica::OwnedQuery;
 use dflockd_engine::replica::types::{Action, Bits128};
@@ -134,52 +134,81 @@ impl Op {
     #[must_use]
     pub fn action(&self) -> Option<Action<'_>> {
         Some(Action::Command(match self {
-            Self::Acquire { key, mode, wait, lease, salt } => {
-                Command::Acquire { key, mode: *mode, wait: *wait, lease: Some(*lease), salt: *salt }
-            }
-            Self::Enqueue { key, mode, lease, salt } => {
-                Command::Enqueue { key, mode: *mode, lease: Some(*lease), salt: *salt }
-            }
+            Self::Acquire { key, mode, wait, lease, salt } => Command::Acquire(command::Acquire {
+                key,
+                mode: *mode,
+                wait: *wait,
+                lease: Some(*lease),
+                salt: *salt,
+            }),
+            Self::Enqueue { key, mode, lease, salt } => Command::Enqueue(command::Enqueue {
+                key,
+                mode: *mode,
+                lease: Some(*lease),
+                salt: *salt,
+            }),
             Self::Wait { key, mode, wait, .. } => {
-                Command::Wait { key, space: mode.space(), wait: *wait }
+                Command::Wait(command::Wait { key, space: mode.space(), wait: *wait })
             }
-            Self::Release { key, space, token, resign } => {
-                Command::Release { key, space: *space, token: *token, resign: *resign }
+            Self::Release { key, space, token, resign } => Command::Release(command::Release {
+                key,
+                space: *space,
+                token: *token,
+                resign: *resign,
+            }),
+            Self::Renew { key, space, token, lease } => Command::Renew(command::Renew {
+                key,
+                space: *space,
+                token: *token,
+                lease: Some(*lease),
+            }),
+            Self::RenewSession { lease, .. } => {
+                Command::RenewSession(command::RenewSession { lease: *lease })
             }
-            Self::Renew { key, space, token, lease } => {
-                Command::Renew { key, space: *space, token: *token, lease: Some(*lease) }
-            }
-            Self::RenewSession { lease, .. } => Command::RenewSession { lease: *lease },
             Self::Force { key, space, fence } => {
-                Command::ForceRelease { key, space: *space, fence: *fence }
+                Command::ForceRelease(command::ForceRelease { key, space: *space, fence: *fence })
             }
-            Self::Add { key } => Command::Add { key, delta: 1, decrement: false },
-            Self::CounterSet { key, value } => Command::CounterSet { key, value: *value },
-            Self::KvSet { key, value, ttl } => Command::KvSet { key, value, ttl: *ttl },
-            Self::KvDelete { key } => Command::KvDelete { key },
+            Self::Add { key } => Command::Add(command::Add { key, delta: 1, decrement: false }),
+            Self::CounterSet { key, value } => {
+                Command::CounterSet(command::CounterSet { key, value: *value })
+            }
+            Self::KvSet { key, value, ttl } => {
+                Command::KvSet(command::KvSet { key, value, ttl: *ttl })
+            }
+            Self::KvDelete { key } => Command::KvDelete(command::KvDelete { key }),
             Self::Cas { key, expect, value } => {
                 let expect = match expect {
                     Expected::Absent => Expect::Absent,
                     Expected::Value(value) => Expect::Value(value),
                     Expected::Revision(revision) => Expect::Revision(*revision),
                 };
-                Command::KvCompareAndSet { key, expect, value, ttl: None }
+                Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl: None })
             }
-            Self::Push { key, end, value } => Command::Push { key, end: *end, value },
-            Self::Pop { key, end, wait } => Command::Pop { key, end: *end, wait: *wait },
+            Self::Push { key, end, value } => {
+                Command::Push(command::Push { key, end: *end, value })
+            }
+            Self::Pop { key, end, wait } => {
+                Command::Pop(command::Pop { key, end: *end, wait: *wait })
+            }
             Self::BarrierWait { key, count, wait } => {
-                Command::BarrierWait { key, count: *count, wait: *wait }
+                Command::BarrierWait(command::BarrierWait { key, count: *count, wait: *wait })
             }
-            Self::Signal { channel, payload } => Command::Signal { channel, payload },
-            Self::Listen { pattern, group } => {
-                Command::Subscribe(Subscription::Signals { pattern, group })
+            Self::Signal { channel, payload } => {
+                Command::Signal(command::Signal { channel, payload })
             }
-            Self::Watch { pattern } => {
-                Command::Subscribe(Subscription::Changes { pattern, from: None })
+            Self::Listen { pattern, group } => Command::Subscribe(command::Subscribe {
+                to: Subscription::Signals { pattern, group },
+            }),
+            Self::Watch { pattern } => Command::Subscribe(command::Subscribe {
+                to: Subscription::Changes { pattern, from: None },
+            }),
+            Self::Observe { key } => {
+                Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key } })
             }
-            Self::Observe { key } => Command::Subscribe(Subscription::Leaders { key }),
-            Self::Cancel { request } => Command::Cancel { request: *request },
-            Self::Acknowledge { up_to } => Command::Acknowledge { up_to: *up_to },
+            Self::Cancel { request } => Command::Cancel(command::Cancel { request: *request }),
+            Self::Acknowledge { up_to } => {
+                Command::Acknowledge(command::Acknowledge { up_to: *up_to })
+            }
             Self::Keep { secret } => return Some(Action::Keep { secret: *secret }),
             Self::Attach { secret } => return Some(Action::Attach { secret: *secret }),
             Self::Kick { session } => return Some(Action::Kick { session: *session }),

@@ -4,7 +4,9 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use dflockd_core::{Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Timestamp};
+use dflockd_core::{
+    Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Timestamp, command,
+};
 use dflockd_engine::replica::codec::{self, Section};
 use dflockd_engine::replica::machine::{Event, Machine};
 use dflockd_engine::replica::types::{Action, Order};
@@ -270,12 +272,16 @@ impl Oracle {
         touched: &mut Touched,
     ) {
         match action {
-            Action::Command(Command::Release { token, .. }) => touched.fences.push(token.fence),
-            Action::Command(Command::ForceRelease { fence, .. }) => touched.fences.push(*fence),
-            Action::Command(Command::RenewSession { lease }) => {
+            Action::Command(Command::Release(command::Release { token, .. })) => {
+                touched.fences.push(token.fence)
+            }
+            Action::Command(Command::ForceRelease(command::ForceRelease { fence, .. })) => {
+                touched.fences.push(*fence)
+            }
+            Action::Command(Command::RenewSession(command::RenewSession { lease })) => {
                 touched.renewals.push((session, request, *lease));
             }
-            Action::Command(Command::BarrierWait { key, count, .. }) => {
+            Action::Command(Command::BarrierWait(command::BarrierWait { key, count, .. })) => {
                 self.barriers.insert((session, request), (key.to_vec(), *count));
             }
             Action::Undo(Outcome::Granted(grant) | Outcome::Acquired(grant)) => {

@@ -1,8 +1,40 @@
-//! Everything that can change the store, and everything that can be asked of it.
+//! Every command, declared once, with what is true of it: its number and fields in the log, its name, when it is refused
+//! under load, whether a repeated request gets the first answer again, who may send it, and which of its fields is the
+//! key, the wait and the lease.
 //!
-//! Chance (salts) and time come in with the command; keys and values are borrowed from wherever
-//! they were read.
+//! Chance (salts) and time come in with the command; keys and values are borrowed from wherever they were read.
+//!
+//! A row of [`commands!`] becomes a struct, a variant of [`Command`], a variant of [`CommandKind`], the bytes of the log
+//! in the order of the fields, and one arm in each method of [`Command`]:
+//!
+//! ```text
+//! /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
+//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) gives(true)] {
+//!     /// How the lock is asked for.
+//!     mode: Mode,
+//!     ...
+//! }
+//!
+//! pub struct Acquire<'a> { pub mode: Mode, ... }
+//! impl<'a> Field<'a> for Acquire<'a> { fn put(..) { self.mode.put(out); ... } fn take(..) { ... } }
+//! impl<'a> From<Acquire<'a>> for Command<'a> { ... }
+//!
+//! pub enum Command<'a> { Acquire(Acquire<'a>), ... }
+//! pub enum CommandKind { Acquire, ... }
+//! impl Command<'_> {
+//!     fn name(&self) -> &'static str { match self { Self::Acquire(_) => "acquire", ... } }
+//!     fn number(&self) -> Option<u8> { match self { Self::Acquire(_) => Some(16), ... } }
+//!     fn key(&self) -> Option<&[u8]> { match self { Self::Acquire(command) => Some(command.key), ... } }
+//!     ...
+//! }
+//! ```
+//!
+//! So a command without a row does not exist, and nothing else lists commands to answer one of these questions.
 
+use alloc::vec::Vec;
+use core::fmt;
+
+use crate::field::{Field, Malformed, variants};
 use crate::outcome::Outcome;
 use crate::types::{
     End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
@@ -19,231 +51,77 @@ pub struct Caller {
     pub keep: bool,
 }
 
-/// A change of the store.
-///
-/// Every command is answered by exactly one reply to its caller, at once or (for the
-/// ones with a `wait`) later.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Command<'a> {
-    /// Nothing but the passing of time. Not answered.
-    Tick,
-    /// A new leader begins: running leases get the failover grace. Not answered.
-    NewTerm,
+/// The struct of a command, its bytes, and the way into [`Command`].
+macro_rules! command {
+    (
+        $(#[$doc:meta])* $name:ident $(<$life:lifetime>)?
+        { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct $name $(<$life>)? {
+            $($(#[$field_doc])* pub $field: $type,)*
+        }
 
-    /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-    Acquire {
-        /// The lock.
-        key: &'a [u8],
-        /// How it is asked for.
-        mode: Mode,
-        /// How long to queue.
-        wait: Span,
-        /// The lease of the hold; the default lease if none.
-        lease: Option<Span>,
-        /// Random bits of the token.
-        salt: u64,
-    },
-    /// Asks for a lock and takes a place in the queue without waiting for the grant.
-    Enqueue {
-        /// The lock.
-        key: &'a [u8],
-        /// How it is asked for; elections have no two-phase form.
-        mode: Mode,
-        /// The lease of the hold; the default lease if none.
-        lease: Option<Span>,
-        /// Random bits of the token.
-        salt: u64,
-    },
-    /// Waits for the grant of an earlier [`Command::Enqueue`] of the same session and key.
-    Wait {
-        /// The lock.
-        key: &'a [u8],
-        /// Where the lock lives.
-        space: Space,
-        /// How long to wait.
-        wait: Span,
-    },
-    /// Gives a hold back.
-    Release {
-        /// The lock.
-        key: &'a [u8],
-        /// Where the lock lives.
-        space: Space,
-        /// The hold.
-        token: Token,
-        /// Observers hear of a resignation.
-        resign: bool,
-    },
-    /// Restarts the lease of a hold.
-    Renew {
-        /// The lock.
-        key: &'a [u8],
-        /// Where the lock lives.
-        space: Space,
-        /// The hold.
-        token: Token,
-        /// The new lease; the default lease if none.
-        lease: Option<Span>,
-    },
-    /// Restarts the lease of every hold of the caller's session that was asked for with exactly this lease: such holds
-    /// follow the session. No lease is cut short. Answered by the number of these holds; never kept for retries,
-    /// because it can be repeated.
-    RenewSession {
-        /// The lease of the session.
-        lease: Span,
-    },
-    /// Ends somebody's hold.
-    ForceRelease {
-        /// The lock.
-        key: &'a [u8],
-        /// Where the lock lives.
-        space: Space,
-        /// Which hold.
-        fence: Fence,
-    },
+        impl<'a> Field<'a> for $name $(<$life>)? {
+            #[inline]
+            fn put(&self, out: &mut Vec<u8>) {
+                $(self.$field.put(out);)*
+            }
 
-    /// Adds `delta` to a counter.
-    Add {
-        /// The counter.
-        key: &'a [u8],
-        /// What is added. Subtracting is adding the negative, see `decrement`.
-        delta: i64,
-        /// Subtract instead. Kept apart because the watch event differs and -i64::MIN does not exist.
-        decrement: bool,
-    },
-    /// Sets a counter.
-    CounterSet {
-        /// The counter.
-        key: &'a [u8],
-        /// Its new value.
-        value: i64,
-    },
+            #[inline]
+            fn take(input: &mut &'a [u8]) -> Result<Self, Malformed> {
+                Ok(Self { $($field: Field::take(input)?,)* })
+            }
+        }
 
-    /// Sets a KV entry.
-    KvSet {
-        /// The entry.
-        key: &'a [u8],
-        /// Its new value.
-        value: &'a [u8],
-        /// Time to live; none = for ever.
-        ttl: Option<Span>,
-    },
-    /// Deletes a KV entry.
-    KvDelete {
-        /// The entry.
-        key: &'a [u8],
-    },
-    /// Sets a KV entry if it is as expected.
-    KvCompareAndSet {
-        /// The entry.
-        key: &'a [u8],
-        /// What must be there.
-        expect: Expect<'a>,
-        /// Its new value.
-        value: &'a [u8],
-        /// Time to live; none = for ever.
-        ttl: Option<Span>,
-    },
-
-    /// Puts an item at one end of a list, or hands it to whoever waits for one.
-    Push {
-        /// The list.
-        key: &'a [u8],
-        /// Which end.
-        end: End,
-        /// The item.
-        value: &'a [u8],
-    },
-    /// Takes an item from one end of a list.
-    Pop {
-        /// The list.
-        key: &'a [u8],
-        /// Which end.
-        end: End,
-        /// How long to wait for an item. `None` = a plain pop; `Some(zero)` = a blocking pop that only tries
-        /// (they differ in the watch event).
-        wait: Option<Span>,
-    },
-
-    /// Arrives at a barrier and waits for the others.
-    BarrierWait {
-        /// The barrier.
-        key: &'a [u8],
-        /// How many must arrive.
-        count: u32,
-        /// How long to wait.
-        wait: Span,
-    },
-
-    /// Sends a payload to the listeners of a channel.
-    Signal {
-        /// The channel: no wildcards.
-        channel: &'a [u8],
-        /// What they get.
-        payload: &'a [u8],
-    },
-    /// Subscribes the session. Repeating it changes nothing.
-    Subscribe(Subscription<'a>),
-    /// Ends a subscription.
-    Unsubscribe(Subscription<'a>),
-
-    /// Withdraws a blocked request of the caller's session, which is then answered as when its time is over.
-    Cancel {
-        /// Which one.
-        request: RequestId,
-    },
-    /// The caller has seen the results of all requests up to this one.
-    Acknowledge {
-        /// The last one seen.
-        up_to: RequestId,
-    },
-    /// Takes back a grant or a popped item that could not be delivered. Not answered.
-    Undo(&'a Outcome),
-
-    /// The session has no connection now; it ends at `until` or with its last lease, whichever is later.
-    /// Not answered.
-    Detach {
-        /// Not before.
-        until: Timestamp,
-    },
-    /// The session has a connection again. Not answered.
-    Attach,
-    /// Ends the caller's session like [`Command::EndSession`] without a release, but its holds stay for `ttl` at most,
-    /// unless somebody who knows a token renews it. Not answered.
-    Orphan {
-        /// How long the holds stay.
-        ttl: Span,
-    },
-    /// Ends the caller's session: subscriptions, enqueue records, waits, then, if `release`, its holds. Not answered.
-    EndSession {
-        /// Release the holds (else they run until their leases end).
-        release: bool,
-        /// What a holder is told if the session is ended by somebody else.
-        forced: bool,
-    },
+        impl<'a> From<$name $(<$life>)?> for Command<'a> {
+            #[inline]
+            fn from(command: $name $(<$life>)?) -> Self {
+                Self::$name(command)
+            }
+        }
+    };
 }
 
-/// What is true of each command: its name in figures and listings, its key and its wait if it has one, when it is
-/// refused under load, whether a repeated request gets the first answer again, and whether the answer may give
-/// something away.
-///
-/// A row is `Name "name" Urgency Repeat [key(field)] [wait(field)] [gives(true)];` and becomes one arm in each method
-/// below, as
-///
-/// ```text
-/// Acquire "acquire" Grows Kept key(key) wait(wait) gives(true);
-///
-/// fn name(&self) -> &'static str { match self { Self::Acquire { .. } => "acquire", .. } }
-/// fn key(&self) -> Option<&'a [u8]> { if let Self::Acquire { key, .. } = self { return Some(key) } .. None }
-/// ```
-///
-/// A command without a row does not compile. Rows of `client` are counted, in this order, by [`CommandKind`].
+/// See the head of this file. Rows of `client` are counted by [`CommandKind`]; those of `session` are not; those of
+/// `engine` follow from something else in the log and have neither a number nor a client.
 macro_rules! commands {
     (
-        client { $($client:ident $client_name:literal $client_urgency:ident $client_repeat:ident
-            $(key($client_key:ident))? $(wait($client_wait:ident))? $(gives($client_gives:literal))?;)* }
-        engine { $($engine:ident $engine_name:literal $engine_urgency:ident;)* }
+        client { $(
+            $(#[$client_doc:meta])*
+            $client_number:literal $client:ident $(<$client_life:lifetime>)? $client_name:literal
+                [$client_urgency:ident $client_repeat:ident $client_right:ident $(key($key:ident))?
+                    $(wait($wait:ident))? $(lease($lease:ident))? $(gives($gives:literal))?]
+                $client_fields:tt
+        )* }
+        session { $(
+            $(#[$session_doc:meta])*
+            $session_number:literal $session:ident $session_name:literal [$session_urgency:ident] $session_fields:tt
+        )* }
+        engine { $(
+            $(#[$engine_doc:meta])*
+            $engine:ident $(($engine_inner:ty))? $engine_name:literal [$engine_urgency:ident]
+                $({ $($(#[$engine_field_doc:meta])* $engine_field:ident: $engine_type:ty,)* })?
+        )* }
     ) => {
+        $(command! { $(#[$client_doc])* $client $(<$client_life>)? $client_fields })*
+        $(command! { $(#[$session_doc])* $session $session_fields })*
+
+        /// A change of the store.
+        ///
+        /// Every command is answered by exactly one reply to its caller, at once or (for the ones with a `wait`) later,
+        /// but for those that say that they are not answered.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Command<'a> {
+            $($(#[$client_doc])* $client($client $(<$client_life>)?),)*
+            $($(#[$session_doc])* $session($session),)*
+            $(
+                $(#[$engine_doc])*
+                $engine $(($engine_inner))? $({ $($(#[$engine_field_doc])* $engine_field: $engine_type,)* })?,
+            )*
+        }
+
         /// A command that clients send, as it is counted.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[expect(missing_docs, reason = "the names say it")]
@@ -262,41 +140,107 @@ macro_rules! commands {
             #[must_use]
             pub fn kind(&self) -> Option<CommandKind> {
                 match self {
-                    $(Self::$client { .. } => Some(CommandKind::$client),)*
+                    $(Self::$client(_) => Some(CommandKind::$client),)*
+                    $(Self::$session(_) => None,)*
                     $(Self::$engine { .. } => None,)*
                 }
             }
 
-            /// Its name in figures and listings.
+            /// Its name in metrics and listings.
             #[must_use]
             pub fn name(&self) -> &'static str {
                 match self {
-                    $(Self::$client { .. } => $client_name,)*
+                    $(Self::$client(_) => $client_name,)*
+                    $(Self::$session(_) => $session_name,)*
                     $(Self::$engine { .. } => $engine_name,)*
+                }
+            }
+
+            /// Its number in the log; none for a command that does not stand there.
+            #[must_use]
+            #[inline]
+            pub fn number(&self) -> Option<u8> {
+                match self {
+                    $(Self::$client(_) => Some($client_number),)*
+                    $(Self::$session(_) => Some($session_number),)*
+                    $(Self::$engine { .. } => None,)*
+                }
+            }
+
+            /// Appends its fields, in the form of the log.
+            ///
+            /// # Panics
+            ///
+            /// If the command has no [`number`](Self::number).
+            #[inline]
+            pub fn put(&self, out: &mut Vec<u8>) {
+                match self {
+                    $(Self::$client(command) => command.put(out),)*
+                    $(Self::$session(command) => command.put(out),)*
+                    $(Self::$engine { .. } => unreachable!("{self:?} does not stand in the log"),)*
+                }
+            }
+
+            /// Takes the fields of the command with this number.
+            ///
+            /// # Errors
+            ///
+            /// If there is no such command, or these are not its fields.
+            #[inline]
+            pub fn take(number: u8, input: &mut &'a [u8]) -> Result<Self, Malformed> {
+                match number {
+                    $($client_number => $client::take(input).map(Self::$client),)*
+                    $($session_number => $session::take(input).map(Self::$session),)*
+                    _ => Err(Malformed("an unknown kind of item")),
                 }
             }
 
             /// The one key that it is about.
             #[must_use]
+            #[inline]
             pub fn key(&self) -> Option<&'a [u8]> {
-                $($(if let Self::$client { $client_key, .. } = self {
-                    return Some($client_key);
-                })?)*
-                None
+                match self {
+                    $(Self::$client(_command) => None $(.or(Some(_command.$key)))?,)*
+                    $(Self::$session(_) => None,)*
+                    $(Self::$engine { .. } => None,)*
+                }
             }
 
-            fn wait_mut(&mut self) -> Option<&mut Span> {
-                $($(if let Self::$client { $client_wait, .. } = self {
-                    return AsWait::as_wait($client_wait);
-                })?)*
-                None
+            /// How long the command may wait for its answer by its own will.
+            #[must_use]
+            pub fn wait(&self) -> Span {
+                match self {
+                    $(Self::$client(_command) => Span::ZERO $(.max(AsWait::wait(_command.$wait)))?,)*
+                    $(Self::$session(_) => Span::ZERO,)*
+                    $(Self::$engine { .. } => Span::ZERO,)*
+                }
+            }
+
+            /// Makes the wait shorter by the time that went by before the command was asked for.
+            pub fn shorten_wait(&mut self, by: Span) {
+                match self {
+                    $(Self::$client(_command) => { $(_command.$wait.shorten(by);)? })*
+                    $(Self::$session(_) => {})*
+                    $(Self::$engine { .. } => {})*
+                }
+            }
+
+            /// The lease that it asks for, none inside if it is the default. None if it does not ask for one.
+            #[must_use]
+            pub fn lease(&self) -> Option<Option<Span>> {
+                match self {
+                    $(Self::$client(_command) => None $(.or(Some(_command.$lease)))?,)*
+                    $(Self::$session(_) => None,)*
+                    $(Self::$engine { .. } => None,)*
+                }
             }
 
             /// Whether its answer may give something away: see [`Outcome::gives`].
             #[must_use]
             pub fn may_give(&self) -> bool {
                 match self {
-                    $(Self::$client { .. } => false $(|| $client_gives)?,)*
+                    $(Self::$client(_) => false $(|| $gives)?,)*
+                    $(Self::$session(_) => false,)*
                     $(Self::$engine { .. } => false,)*
                 }
             }
@@ -305,7 +249,8 @@ macro_rules! commands {
             #[must_use]
             pub fn urgency(&self) -> Urgency {
                 match self {
-                    $(Self::$client { .. } => Urgency::$client_urgency,)*
+                    $(Self::$client(_) => Urgency::$client_urgency,)*
+                    $(Self::$session(_) => Urgency::$session_urgency,)*
                     $(Self::$engine { .. } => Urgency::$engine_urgency,)*
                 }
             }
@@ -314,8 +259,19 @@ macro_rules! commands {
             #[must_use]
             pub fn is_kept(&self) -> bool {
                 match self {
-                    $(Self::$client { .. } => Repeat::$client_repeat == Repeat::Kept,)*
+                    $(Self::$client(_) => Repeat::$client_repeat == Repeat::Kept,)*
+                    $(Self::$session(_) => false,)*
                     $(Self::$engine { .. } => false,)*
+                }
+            }
+
+            /// What a client must be allowed to do to send it.
+            #[must_use]
+            pub fn right(&self) -> Right {
+                match self {
+                    $(Self::$client(_) => Right::$client_right,)*
+                    $(Self::$session(_) => Right::Use,)*
+                    $(Self::$engine { .. } => Right::Use,)*
                 }
             }
         }
@@ -324,35 +280,243 @@ macro_rules! commands {
 
 commands! {
     client {
-        Acquire "acquire" Grows Kept key(key) wait(wait) gives(true);
-        Enqueue "enqueue" Grows Kept key(key) gives(true);
-        Wait "wait" Grows Kept key(key) wait(wait) gives(true);
-        Release "release" Keeps Kept key(key);
-        Renew "renew" Keeps Kept key(key);
-        ForceRelease "force_release" Keeps Kept key(key);
-        Add "counter_add" Grows Kept key(key);
-        CounterSet "counter_set" Grows Kept key(key);
-        KvSet "kv_set" Grows Kept key(key);
-        KvDelete "kv_delete" Plain Kept key(key);
-        KvCompareAndSet "kv_cas" Grows Kept key(key);
-        Push "list_push" Grows Kept key(key);
-        Pop "list_pop" Plain Kept key(key) wait(wait) gives(true);
-        BarrierWait "barrier_wait" Grows Kept key(key) wait(wait);
-        Signal "signal" Grows Kept;
-        Subscribe "subscribe" Grows Kept;
-        Unsubscribe "unsubscribe" Plain Kept;
-        RenewSession "renew_session" Keeps Anew;
+        /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
+        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) gives(true)] {
+            /// How the lock is asked for.
+            mode: Mode,
+            /// How long to queue.
+            wait: Span,
+            /// The lease of the hold; the default lease if none.
+            lease: Option<Span>,
+            /// Random bits of the token.
+            salt: u64,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Asks for a lock and takes a place in the queue without waiting for the grant.
+        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) gives(true)] {
+            /// How the lock is asked for; elections have no two-phase form.
+            mode: Mode,
+            /// The lease of the hold; the default lease if none.
+            lease: Option<Span>,
+            /// Random bits of the token.
+            salt: u64,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Waits for the grant of an earlier [`Enqueue`] of the same session and key.
+        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(true)] {
+            /// Where the lock lives.
+            space: Space,
+            /// How long to wait.
+            wait: Span,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Gives a hold back.
+        19 Release<'a> "release" [Keeps Kept Use key(key)] {
+            /// Where the lock lives.
+            space: Space,
+            /// The hold.
+            token: Token,
+            /// Observers hear of a resignation.
+            resign: bool,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Restarts the lease of a hold.
+        20 Renew<'a> "renew" [Keeps Kept Use key(key) lease(lease)] {
+            /// Where the lock lives.
+            space: Space,
+            /// The hold.
+            token: Token,
+            /// The new lease; the default lease if none.
+            lease: Option<Span>,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Ends the hold of another session.
+        21 ForceRelease<'a> "force_release" [Keeps Kept Administer key(key)] {
+            /// Where the lock lives.
+            space: Space,
+            /// Which hold.
+            fence: Fence,
+            /// The lock.
+            key: &'a [u8],
+        }
+        /// Adds `delta` to a counter.
+        22 Add<'a> "counter_add" [Grows Kept Use key(key)] {
+            /// What is added. Subtracting is adding the negative, see `decrement`.
+            delta: i64,
+            /// Subtract instead. Kept apart because the watch event differs and -i64::MIN does not exist.
+            decrement: bool,
+            /// The counter.
+            key: &'a [u8],
+        }
+        /// Sets a counter.
+        23 CounterSet<'a> "counter_set" [Grows Kept Use key(key)] {
+            /// Its new value.
+            value: i64,
+            /// The counter.
+            key: &'a [u8],
+        }
+        /// Sets a KV entry.
+        24 KvSet<'a> "kv_set" [Grows Kept Use key(key)] {
+            /// Time to live; none = for ever.
+            ttl: Option<Span>,
+            /// The entry.
+            key: &'a [u8],
+            /// Its new value.
+            value: &'a [u8],
+        }
+        /// Deletes a KV entry.
+        25 KvDelete<'a> "kv_delete" [Plain Kept Use key(key)] {
+            /// The entry.
+            key: &'a [u8],
+        }
+        /// Sets a KV entry if it is as expected.
+        26 KvCompareAndSet<'a> "kv_cas" [Grows Kept Use key(key)] {
+            /// What must be there.
+            expect: Expect<'a>,
+            /// Time to live; none = for ever.
+            ttl: Option<Span>,
+            /// The entry.
+            key: &'a [u8],
+            /// Its new value.
+            value: &'a [u8],
+        }
+        /// Puts an item at one end of a list, or hands it to a session that waits for one.
+        27 Push<'a> "list_push" [Grows Kept Use key(key)] {
+            /// Which end.
+            end: End,
+            /// The list.
+            key: &'a [u8],
+            /// The item.
+            value: &'a [u8],
+        }
+        /// Takes an item from one end of a list.
+        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(true)] {
+            /// Which end.
+            end: End,
+            /// How long to wait for an item. `None` = a plain pop; `Some(zero)` = a blocking pop that only tries
+            /// (they differ in the watch event).
+            wait: Option<Span>,
+            /// The list.
+            key: &'a [u8],
+        }
+        /// Arrives at a barrier and waits for the others.
+        29 BarrierWait<'a> "barrier_wait" [Grows Kept Use key(key) wait(wait)] {
+            /// How many must arrive.
+            count: u32,
+            /// How long to wait.
+            wait: Span,
+            /// The barrier.
+            key: &'a [u8],
+        }
+        /// Sends a payload to the listeners of a channel.
+        30 Signal<'a> "signal" [Grows Kept Use] {
+            /// The channel: no wildcards.
+            channel: &'a [u8],
+            /// What they get.
+            payload: &'a [u8],
+        }
+        /// Subscribes the session. Repeating it changes nothing.
+        31 Subscribe<'a> "subscribe" [Grows Kept Use] {
+            /// What the session listens to.
+            to: Subscription<'a>,
+        }
+        /// Ends a subscription.
+        32 Unsubscribe<'a> "unsubscribe" [Plain Kept Use] {
+            /// What the session no longer listens to.
+            from: Subscription<'a>,
+        }
+        /// Restarts the lease of every hold of the caller's session that was asked for with exactly this lease: such
+        /// holds follow the session. No lease is cut short. Answered by the number of these holds; never kept for
+        /// retries, because it can be repeated.
+        35 RenewSession "renew_session" [Keeps Anew Use] {
+            /// The lease of the session.
+            lease: Span,
+        }
+    }
+    session {
+        /// Withdraws a blocked request of the caller's session, which is then answered as when its time is over.
+        33 Cancel "cancel" [Follows] {
+            /// Which one.
+            request: RequestId,
+        }
+        /// The caller has seen the results of all requests up to this one.
+        34 Acknowledge "acknowledge" [Plain] {
+            /// The last one seen.
+            up_to: RequestId,
+        }
     }
     engine {
-        Cancel "cancel" Follows;
-        Acknowledge "acknowledge" Plain;
-        Undo "undo" Follows;
-        Tick "tick" Follows;
-        NewTerm "new_term" Follows;
-        Detach "detach" Follows;
-        Attach "attach" Plain;
-        Orphan "orphan" Follows;
-        EndSession "end_session" Keeps;
+        /// Takes back a grant or a popped item that could not be delivered. Not answered.
+        Undo(&'a Outcome) "undo" [Follows]
+        /// Nothing but the passing of time. Not answered.
+        Tick "tick" [Follows]
+        /// A new leader begins: running leases get the failover grace. Not answered.
+        NewTerm "new_term" [Follows]
+        /// The session has no connection now; it ends at `until` or with its last lease, whichever is later.
+        /// Not answered.
+        Detach "detach" [Follows] {
+            /// Not before.
+            until: Timestamp,
+        }
+        /// The session has a connection again. Not answered.
+        Attach "attach" [Plain]
+        /// Ends the caller's session like `EndSession` without a release, but its holds stay for `ttl` at most,
+        /// unless somebody who knows a token renews it. Not answered.
+        Orphan "orphan" [Follows] {
+            /// How long the holds stay.
+            ttl: Span,
+        }
+        /// Ends the caller's session: subscriptions, enqueue records, waits, then, if `release`, its holds.
+        /// Not answered.
+        EndSession "end_session" [Keeps] {
+            /// Release the holds (else they run until their leases end).
+            release: bool,
+            /// What a holder is told if the session is ended by somebody else.
+            forced: bool,
+        }
+    }
+}
+
+/// A command with memory of its own, for programs that keep commands: simulators and tests. It holds the bytes of the
+/// log, so it follows from the table like everything else.
+#[derive(Clone, PartialEq, Eq)]
+pub struct OwnedCommand {
+    number: u8,
+    bytes: Vec<u8>,
+}
+
+impl OwnedCommand {
+    /// The command.
+    ///
+    /// # Panics
+    ///
+    /// Never: the bytes were made from one.
+    #[must_use]
+    pub fn get(&self) -> Command<'_> {
+        Command::take(self.number, &mut self.bytes.as_slice()).expect("made from a command")
+    }
+}
+
+impl<'a, C: Into<Command<'a>>> From<C> for OwnedCommand {
+    /// # Panics
+    ///
+    /// For a command that does not stand in the log.
+    fn from(command: C) -> Self {
+        let command = command.into();
+        let mut bytes = Vec::new();
+        command.put(&mut bytes);
+        Self { number: command.number().expect("it has bytes"), bytes }
+    }
+}
+
+impl fmt::Debug for OwnedCommand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get().fmt(f)
     }
 }
 
@@ -365,34 +529,39 @@ enum Repeat {
     Anew,
 }
 
+/// What a client must be allowed to do to send a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Right {
+    /// To use the server.
+    Use,
+    /// To act on what belongs to others, as operators do.
+    Administer,
+}
+
 /// The field that says how long a command waits.
-trait AsWait {
-    fn as_wait(&mut self) -> Option<&mut Span>;
+trait AsWait: Copy {
+    fn wait(self) -> Span;
+    fn shorten(&mut self, by: Span);
 }
 
 impl AsWait for Span {
-    fn as_wait(&mut self) -> Option<&mut Span> {
-        Some(self)
+    fn wait(self) -> Span {
+        self
+    }
+
+    fn shorten(&mut self, by: Span) {
+        *self = Self(self.0.saturating_sub(by.0));
     }
 }
 
 impl AsWait for Option<Span> {
-    fn as_wait(&mut self) -> Option<&mut Span> {
-        self.as_mut()
-    }
-}
-
-impl Command<'_> {
-    /// How long the command may wait for its answer by its own will.
-    #[must_use]
-    pub fn wait(&self) -> Span {
-        self.clone().wait_mut().map_or(Span::ZERO, |wait| *wait)
+    fn wait(self) -> Span {
+        self.unwrap_or(Span::ZERO)
     }
 
-    /// Makes the wait shorter by the time that went by before the command was asked for.
-    pub fn shorten_wait(&mut self, by: Span) {
-        if let Some(wait) = self.wait_mut() {
-            *wait = Span(wait.0.saturating_sub(by.0));
+    fn shorten(&mut self, by: Span) {
+        if let Some(wait) = self {
+            wait.shorten(by);
         }
     }
 }
@@ -490,4 +659,55 @@ pub enum Query<'a> {
         /// Last index.
         stop: i64,
     },
+}
+
+variants! {
+    Expect<'a> "an unknown expectation" {
+        0 => Absent,
+        1 => Value(value),
+        2 => Revision(revision),
+    }
+    Subscription<'a> "an unknown kind of subscription" {
+        0 => Signals { pattern, group },
+        1 => Changes { from, pattern },
+        2 => Leaders { key },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owned_commands_are_what_they_were_made_from() {
+        let subscription = Subscription::Changes { pattern: b"a.*", from: Some(Revision(7)) };
+        let commands: [Command<'_>; 3] = [
+            Pop { end: End::Right, wait: Some(Span::from_secs(1)), key: b"k" }.into(),
+            Subscribe { to: subscription }.into(),
+            Cancel { request: RequestId(9) }.into(),
+        ];
+        for command in commands {
+            assert_eq!(OwnedCommand::from(command.clone()).get(), command);
+        }
+    }
+
+    #[test]
+    fn properties() {
+        let mut pop = Command::from(Pop { end: End::Left, wait: None, key: b"k" });
+        assert_eq!((pop.wait(), pop.key(), pop.may_give()), (Span::ZERO, Some(&b"k"[..]), true));
+        pop.shorten_wait(Span::from_secs(1));
+        assert_eq!(pop, Pop { end: End::Left, wait: None, key: b"k" }.into());
+        let mut wait = Command::from(BarrierWait { count: 2, wait: Span(5), key: b"b" });
+        wait.shorten_wait(Span(2));
+        assert_eq!((wait.wait(), wait.lease(), wait.may_give()), (Span(3), None, false));
+        let force = ForceRelease { space: Space::Locks, fence: Fence(1), key: b"k" };
+        assert_eq!(Command::from(force).right(), Right::Administer);
+        let renew = Renew {
+            space: Space::Locks,
+            token: Token { fence: Fence(1), salt: 2 },
+            lease: None,
+            key: b"k",
+        };
+        assert_eq!(Command::from(renew).lease(), Some(None));
+    }
 }

@@ -8,14 +8,19 @@
 #![no_std]
 
 extern crate alloc;
+#[cfg(test)]
+extern crate std;
 
-mod command;
+pub mod command;
+pub mod field;
 mod outcome;
 mod push;
 mod refusal;
 mod types;
 
-pub use command::{Caller, Command, CommandKind, Expect, Query, Subscription, Urgency};
+pub use command::{
+    Caller, Command, CommandKind, Expect, OwnedCommand, Query, Right, Subscription, Urgency,
+};
 pub use outcome::{Grant, Outcome};
 pub use push::{Change, Event, LeaderEvent, LostReason, Push};
 pub use refusal::{REFUSALS, Refusal};

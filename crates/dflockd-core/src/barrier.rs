@@ -3,7 +3,9 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use dflockd_api::{Bytes, Caller, Outcome, Refusal, RequestId, SessionId, Span, Timestamp};
+use dflockd_api::{
+    Bytes, Caller, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::bugs::{Bug, bug};
@@ -23,11 +25,10 @@ impl Store {
     pub(crate) fn barrier_wait(
         &mut self,
         caller: Caller,
-        key: &[u8],
-        count: u32,
-        wait: Span,
+        command: command::BarrierWait<'_>,
         effects: &mut Vec<Effect>,
     ) -> Option<Outcome> {
+        let command::BarrierWait { count, wait, key } = command;
         let Caller { session, request, .. } = caller;
         let mut arrived = 0;
         if let Some(barrier) = self.barriers.get(key) {

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use dflockd_api::{Bytes, Event, Outcome, Refusal, Revision, Timestamp};
+use dflockd_api::{Bytes, Event, Outcome, Refusal, Revision, Timestamp, command};
 use serde::{Deserialize, Serialize};
 
 use crate::effect::Effect;
@@ -18,11 +18,10 @@ pub(crate) struct Counter {
 impl Store {
     pub(crate) fn counter_add(
         &mut self,
-        key: &[u8],
-        delta: i64,
-        decrement: bool,
+        command: command::Add<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::Add { delta, decrement, key } = command;
         let old = self.counters.get(key).map_or(0, |counter| counter.value);
         let (new, event) = if decrement {
             (old.checked_sub(delta), Event::Decr)
@@ -41,10 +40,10 @@ impl Store {
 
     pub(crate) fn counter_set(
         &mut self,
-        key: &[u8],
-        value: i64,
+        command: command::CounterSet<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::CounterSet { value, key } = command;
         match self.counter_store(key, value, Event::Cset, effects) {
             Ok(()) => Outcome::Done,
             Err(refusal) => Outcome::Refused(refusal),

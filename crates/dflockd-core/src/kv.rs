@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use dflockd_api::{Bytes, Event, Expect, Outcome, Refusal, Revision, Span, Timestamp};
+use dflockd_api::{Bytes, Event, Expect, Outcome, Refusal, Revision, Span, Timestamp, command};
 use serde::{Deserialize, Serialize};
 
 use crate::deadline::{Timer, TimerKey};
@@ -26,11 +26,10 @@ impl Store {
 
     pub(crate) fn kv_set(
         &mut self,
-        key: &[u8],
-        value: &[u8],
-        ttl: Option<Span>,
+        command: command::KvSet<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::KvSet { ttl, key, value } = command;
         if value.len() as u64 > self.limits.value_bytes_max {
             return Outcome::Refused(Refusal::ValueTooLarge);
         }
@@ -39,12 +38,10 @@ impl Store {
 
     pub(crate) fn kv_compare_and_set(
         &mut self,
-        key: &[u8],
-        expect: Expect<'_>,
-        value: &[u8],
-        ttl: Option<Span>,
+        command: command::KvCompareAndSet<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::KvCompareAndSet { expect, ttl, key, value } = command;
         if value.len() as u64 > self.limits.value_bytes_max {
             return Outcome::Refused(Refusal::ValueTooLarge);
         }
@@ -60,7 +57,11 @@ impl Store {
         self.kv_store(key, value, ttl, Event::Kcas, effects)
     }
 
-    pub(crate) fn kv_delete(&mut self, key: &[u8], effects: &mut Vec<Effect>) -> Outcome {
+    pub(crate) fn kv_delete(
+        &mut self,
+        command::KvDelete { key }: command::KvDelete<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Outcome {
         let key = match self.kv.remove_entry(key) {
             Some((key, entry)) => {
                 self.kv_unindex(&key, &entry);

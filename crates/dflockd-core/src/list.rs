@@ -8,6 +8,7 @@ use alloc::vec::Vec;
 
 use dflockd_api::{
     Bytes, Caller, End, Event, Outcome, Refusal, RequestId, Revision, SessionId, Span, Timestamp,
+    command,
 };
 use serde::{Deserialize, Serialize};
 
@@ -44,11 +45,10 @@ pub(crate) struct Popper {
 impl Store {
     pub(crate) fn list_push(
         &mut self,
-        key: &[u8],
-        end: End,
-        value: &[u8],
+        command: command::Push<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::Push { end, key, value } = command;
         if value.len() as u64 > self.limits.value_bytes_max {
             return Outcome::Refused(Refusal::ValueTooLarge);
         }
@@ -82,11 +82,10 @@ impl Store {
     pub(crate) fn list_pop(
         &mut self,
         caller: Caller,
-        key: &[u8],
-        end: End,
-        wait: Option<Span>,
+        command: command::Pop<'_>,
         effects: &mut Vec<Effect>,
     ) -> Option<Outcome> {
+        let command::Pop { end, wait, key } = command;
         if let Some((key, list)) = self.lists.get_key_value(key)
             && !list.items.is_empty()
         {

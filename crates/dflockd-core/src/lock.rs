@@ -10,7 +10,7 @@ use core::hash::BuildHasher;
 
 use dflockd_api::{
     Bytes, Caller, Command, Event, Fence, Grant, LeaderEvent, LostReason, Mode, Outcome, Push,
-    Refusal, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+    Refusal, RequestId, Revision, SessionId, Space, Span, Timestamp, Token, command,
 };
 use foldhash::fast::FixedState;
 use hashbrown::{HashMap, HashTable};
@@ -252,17 +252,13 @@ pub(crate) enum EndOfHold {
 }
 
 impl Store {
-    #[expect(clippy::too_many_arguments, reason = "the fields of one command")]
     pub(crate) fn acquire(
         &mut self,
         caller: Caller,
-        key: &[u8],
-        mode: Mode,
-        wait: Span,
-        lease: Option<Span>,
-        salt: u64,
+        command: command::Acquire<'_>,
         effects: &mut Vec<Effect>,
     ) -> Option<Outcome> {
+        let command::Acquire { mode, wait, lease, salt, key } = command;
         if self.has_all_holds(caller.session) {
             return Some(Outcome::Refused(Refusal::MaxHolds));
         }
@@ -296,12 +292,10 @@ impl Store {
     pub(crate) fn enqueue(
         &mut self,
         session: SessionId,
-        key: &[u8],
-        mode: Mode,
-        lease: Option<Span>,
-        salt: u64,
+        command: command::Enqueue<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::Enqueue { mode, lease, salt, key } = command;
         let space = self.space(mode.space());
         let record = (space, Bytes::from(key));
         if let Some(Enqueued::Claim(_)) = self.session(session).enqueued.get(&record) {
@@ -338,36 +332,15 @@ impl Store {
     /// Whether a command might be granted or renew a lease, at once or later; false if it is certain to be refused.
     #[must_use]
     pub fn may_lease(&self, command: &Command<'_>) -> bool {
-        let (key, mode, waits) = match *command {
-            Command::Renew { key, space, token, .. } => {
-                return self.locks.held(self.space(space), key, token).is_some();
-            }
-            Command::Acquire { key, mode, wait, .. } => (key, mode, wait > Span::ZERO),
-            Command::Enqueue { key, mode, .. } => (key, mode, true),
-            Command::Tick
-            | Command::NewTerm
-            | Command::Wait { .. }
-            | Command::Release { .. }
-            | Command::RenewSession { .. }
-            | Command::ForceRelease { .. }
-            | Command::Add { .. }
-            | Command::CounterSet { .. }
-            | Command::KvSet { .. }
-            | Command::KvDelete { .. }
-            | Command::KvCompareAndSet { .. }
-            | Command::Push { .. }
-            | Command::Pop { .. }
-            | Command::BarrierWait { .. }
-            | Command::Signal { .. }
-            | Command::Subscribe(_)
-            | Command::Unsubscribe(_)
-            | Command::Cancel { .. }
-            | Command::Acknowledge { .. }
-            | Command::Undo(_)
-            | Command::Detach { .. }
-            | Command::Attach
-            | Command::Orphan { .. }
-            | Command::EndSession { .. } => return false,
+        if let Command::Renew(command::Renew { key, space, token, .. }) = *command {
+            return self.locks.held(self.space(space), key, token).is_some();
+        }
+        let (key, mode, waits) = if let Command::Acquire(acquire) = *command {
+            (acquire.key, acquire.mode, acquire.wait > Span::ZERO)
+        } else if let Command::Enqueue(enqueue) = *command {
+            (enqueue.key, enqueue.mode, true)
+        } else {
+            return command.lease().is_some();
         };
         let Some(slot) = self.locks.find(self.space(mode.space()), key) else { return true };
         let lock = &self.locks.arena[slot];
@@ -380,11 +353,10 @@ impl Store {
     pub(crate) fn wait(
         &mut self,
         caller: Caller,
-        key: &[u8],
-        space: Space,
-        wait: Span,
+        command: command::Wait<'_>,
         effects: &mut Vec<Effect>,
     ) -> Option<Outcome> {
+        let command::Wait { space, wait, key } = command;
         let record = (self.space(space), Bytes::from(key));
         let owner = self.session(caller.session);
         if owner.forget_note(&record) {
@@ -418,8 +390,19 @@ impl Store {
 
     pub(crate) fn release(
         &mut self,
-        key: &[u8],
+        command: command::Release<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Outcome {
+        let command::Release { space, token, resign, key } = command;
+        let end = if resign { EndOfHold::Resigned } else { EndOfHold::Released };
+        self.end_hold_of(space, key, token, end, effects)
+    }
+
+    /// Ends the hold of a token, if it is one of this lock.
+    fn end_hold_of(
+        &mut self,
         space: Space,
+        key: &[u8],
         token: Token,
         end: EndOfHold,
         effects: &mut Vec<Effect>,
@@ -431,13 +414,8 @@ impl Store {
         Outcome::Done
     }
 
-    pub(crate) fn renew(
-        &mut self,
-        key: &[u8],
-        space: Space,
-        token: Token,
-        lease: Option<Span>,
-    ) -> Outcome {
+    pub(crate) fn renew(&mut self, command: command::Renew<'_>) -> Outcome {
+        let command::Renew { space, token, lease, key } = command;
         let space = self.space(space);
         let Some(slot) = self.locks.held(space, key, token) else {
             let lock = self.locks.find(space, key).map(|lock| &self.locks.arena[lock]);
@@ -485,14 +463,13 @@ impl Store {
 
     pub(crate) fn force_release(
         &mut self,
-        key: &[u8],
-        space: Space,
-        fence: Fence,
+        command: command::ForceRelease<'_>,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
+        let command::ForceRelease { space, fence, key } = command;
         let salt = self.locks.by_fence.get(&fence).map(|&slot| self.locks.claims[slot].salt);
         let token = Token { fence, salt: salt.unwrap_or_default() };
-        self.release(key, space, token, EndOfHold::Forced, effects)
+        self.end_hold_of(space, key, token, EndOfHold::Forced, effects)
     }
 
     /// Ends the hold of a grant that could not be delivered.

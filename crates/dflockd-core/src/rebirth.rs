@@ -65,7 +65,7 @@ mod tests {
     use alloc::vec;
 
     use super::*;
-    use dflockd_api::{Mode, Outcome, Space, Timestamp};
+    use dflockd_api::{Mode, Outcome, Space, Timestamp, command};
 
     use crate::effect::Effect;
     use crate::limits::{Limits, LimitsV2};
@@ -78,7 +78,13 @@ mod tests {
     fn acquire(store: &mut Store, session: u64, at: u64, wait: u64, lease: u64) -> Vec<Effect> {
         let caller = Caller { session: SessionId(session), request: RequestId(1), keep: false };
         let (wait, lease) = (Span::from_secs(wait), Some(Span::from_secs(lease)));
-        let command = Command::Acquire { key: b"k", mode: Mode::Mutex, wait, lease, salt: 7 };
+        let command = Command::Acquire(command::Acquire {
+            key: b"k",
+            mode: Mode::Mutex,
+            wait,
+            lease,
+            salt: 7,
+        });
         let mut effects = Vec::new();
         store.apply(caller, command, at_secs(at), &mut effects);
         effects
@@ -109,7 +115,8 @@ mod tests {
         let caller = Caller { session: SessionId(1), request: RequestId(2), keep: false };
         for (at, lease) in [(2, 60), (3, 40)] {
             let lease = Some(Span::from_secs(lease));
-            let renew = Command::Renew { key: b"k", space: Space::Locks, token, lease };
+            let renew =
+                Command::Renew(command::Renew { key: b"k", space: Space::Locks, token, lease });
             store.apply(caller, renew, at_secs(at), &mut Vec::new());
         }
         store.apply(caller, Command::Tick, at_secs(40), &mut Vec::new());
@@ -119,7 +126,7 @@ mod tests {
         assert_eq!(store.snapshot(), bytes);
 
         let (key, space) = (b"k", Space::Locks);
-        let release = Command::Release { key, space, token, resign: false };
+        let release = Command::Release(command::Release { key, space, token, resign: false });
         store.apply(caller, release, at_secs(41), &mut Vec::new());
         store.check_invariants();
         assert_eq!(store.longest_lease(), Span::ZERO);

@@ -8,7 +8,7 @@ use core::ops::{Index, IndexMut};
 
 use dflockd_api::{
     Bytes, Caller, Change, Command, Event, LostReason, Outcome, Push, Query, RequestId, Revision,
-    SessionId, Timestamp,
+    SessionId, Timestamp, command,
 };
 use foldhash::fast::FixedState;
 use hashbrown::HashMap;
@@ -281,48 +281,37 @@ impl Store {
                 self.deadlines.grace_until = self.deadlines.grace_until.max(grace_until);
                 return None;
             }
-            Command::Acquire { key, mode, wait, lease, salt } => {
-                self.acquire(caller, key, mode, wait, lease, salt, effects)?
-            }
-            Command::Enqueue { key, mode, lease, salt } => {
-                self.enqueue(caller.session, key, mode, lease, salt, effects)
-            }
-            Command::Wait { key, space, wait } => self.wait(caller, key, space, wait, effects)?,
-            Command::Release { key, space, token, resign } => {
-                let end = if resign { EndOfHold::Resigned } else { EndOfHold::Released };
-                self.release(key, space, token, end, effects)
-            }
-            Command::Renew { key, space, token, lease } => self.renew(key, space, token, lease),
-            Command::RenewSession { lease } => {
+            Command::Acquire(command) => self.acquire(caller, command, effects)?,
+            Command::Enqueue(command) => self.enqueue(caller.session, command, effects),
+            Command::Wait(command) => self.wait(caller, command, effects)?,
+            Command::Release(command) => self.release(command, effects),
+            Command::Renew(command) => self.renew(command),
+            Command::RenewSession(command::RenewSession { lease }) => {
                 return Some((self.renew_session(caller.session, lease), false));
             }
-            Command::ForceRelease { key, space, fence } => {
-                self.force_release(key, space, fence, effects)
+            Command::ForceRelease(command) => self.force_release(command, effects),
+            Command::Add(command) => self.counter_add(command, effects),
+            Command::CounterSet(command) => self.counter_set(command, effects),
+            Command::KvSet(command) => self.kv_set(command, effects),
+            Command::KvDelete(command) => self.kv_delete(command, effects),
+            Command::KvCompareAndSet(command) => self.kv_compare_and_set(command, effects),
+            Command::Push(command) => self.list_push(command, effects),
+            Command::Pop(command) => self.list_pop(caller, command, effects)?,
+            Command::BarrierWait(command) => self.barrier_wait(caller, command, effects)?,
+            Command::Signal(command::Signal { channel, payload }) => {
+                self.signal(channel, payload, effects)
             }
-            Command::Add { key, delta, decrement } => {
-                self.counter_add(key, delta, decrement, effects)
+            Command::Subscribe(command::Subscribe { to }) => {
+                self.subscribe(caller.session, to, effects)
             }
-            Command::CounterSet { key, value } => self.counter_set(key, value, effects),
-            Command::KvSet { key, value, ttl } => self.kv_set(key, value, ttl, effects),
-            Command::KvDelete { key } => self.kv_delete(key, effects),
-            Command::KvCompareAndSet { key, expect, value, ttl } => {
-                self.kv_compare_and_set(key, expect, value, ttl, effects)
+            Command::Unsubscribe(command::Unsubscribe { from }) => {
+                self.unsubscribe(caller.session, from)
             }
-            Command::Push { key, end, value } => self.list_push(key, end, value, effects),
-            Command::Pop { key, end, wait } => self.list_pop(caller, key, end, wait, effects)?,
-            Command::BarrierWait { key, count, wait } => {
-                self.barrier_wait(caller, key, count, wait, effects)?
-            }
-            Command::Signal { channel, payload } => self.signal(channel, payload, effects),
-            Command::Subscribe(subscription) => {
-                self.subscribe(caller.session, subscription, effects)
-            }
-            Command::Unsubscribe(subscription) => self.unsubscribe(caller.session, subscription),
-            Command::Cancel { request } => {
+            Command::Cancel(command::Cancel { request }) => {
                 self.cancel(caller.session, request, effects);
                 return Some((Outcome::Done, false));
             }
-            Command::Acknowledge { up_to } => {
+            Command::Acknowledge(command::Acknowledge { up_to }) => {
                 self.acknowledge(caller.session, up_to);
                 return Some((Outcome::Done, false));
             }
@@ -424,35 +413,41 @@ impl Store {
     pub fn lacks_room(&self, command: &Command<'_>) -> Option<Idle> {
         let Limits { locks_max, keys_max, .. } = self.limits;
         let is_new = match *command {
-            Command::Acquire { key, mode, .. } | Command::Enqueue { key, mode, .. } => {
+            Command::Acquire(command::Acquire { key, mode, .. })
+            | Command::Enqueue(command::Enqueue { key, mode, .. }) => {
                 let is_full = self.shared.locks() >= locks_max;
                 return (is_full && !self.has_lock(mode.space(), key)).then_some(Idle::Locks);
             }
             _ if keys_max == 0 || self.shared.keys() < keys_max => false,
-            Command::Add { key, .. } | Command::CounterSet { key, .. } => {
+            Command::Add(command::Add { key, .. })
+            | Command::CounterSet(command::CounterSet { key, .. }) => {
                 !self.counters.contains_key(key)
             }
-            Command::KvSet { key, .. } | Command::KvCompareAndSet { key, .. } => {
+            Command::KvSet(command::KvSet { key, .. })
+            | Command::KvCompareAndSet(command::KvCompareAndSet { key, .. }) => {
                 !self.kv.contains_key(key)
             }
-            Command::Push { key, .. } | Command::Pop { key, wait: Some(_), .. } => {
+            Command::Push(command::Push { key, .. })
+            | Command::Pop(command::Pop { key, wait: Some(_), .. }) => {
                 !self.lists.contains_key(key)
             }
-            Command::BarrierWait { key, .. } => !self.barriers.contains_key(key),
+            Command::BarrierWait(command::BarrierWait { key, .. }) => {
+                !self.barriers.contains_key(key)
+            }
             Command::Tick
             | Command::NewTerm
-            | Command::Wait { .. }
-            | Command::Release { .. }
-            | Command::Renew { .. }
-            | Command::RenewSession { .. }
-            | Command::ForceRelease { .. }
-            | Command::KvDelete { .. }
-            | Command::Pop { wait: None, .. }
-            | Command::Signal { .. }
+            | Command::Wait(_)
+            | Command::Release(_)
+            | Command::Renew(_)
+            | Command::RenewSession(_)
+            | Command::ForceRelease(_)
+            | Command::KvDelete(_)
+            | Command::Pop(command::Pop { wait: None, .. })
+            | Command::Signal(_)
             | Command::Subscribe(_)
             | Command::Unsubscribe(_)
-            | Command::Cancel { .. }
-            | Command::Acknowledge { .. }
+            | Command::Cancel(_)
+            | Command::Acknowledge(_)
             | Command::Undo(_)
             | Command::Detach { .. }
             | Command::Attach

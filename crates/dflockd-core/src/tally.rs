@@ -408,7 +408,7 @@ mod tests {
     use alloc::sync::Arc;
 
     use super::*;
-    use dflockd_api::{Caller, RequestId, SessionId, Space, Timestamp, Token};
+    use dflockd_api::{Caller, RequestId, SessionId, Space, Timestamp, Token, command};
 
     use crate::limits::Limits;
     use crate::shared::Shared;
@@ -447,7 +447,7 @@ mod tests {
 
         fn acquire(&mut self, session: u64, key: &[u8], mode: Mode, wait: Span) -> Option<Token> {
             let lease = Some(Span::from_secs(10));
-            let command = Command::Acquire { key, mode, wait, lease, salt: 7 };
+            let command = Command::Acquire(command::Acquire { key, mode, wait, lease, salt: 7 });
             match self.run(session, command) {
                 Some(Outcome::Granted(grant)) => Some(grant.token),
                 _ => None,
@@ -471,13 +471,13 @@ mod tests {
         assert_eq!(counts.longest_queue, 3);
         it.now = it.now + Span::from_secs(1);
         let space = Space::Locks;
-        it.run(1, Command::Release { key: b"k", space, token, resign: false });
+        it.run(1, Command::Release(command::Release { key: b"k", space, token, resign: false }));
         it.now = it.now + Span::from_secs(10);
         it.run(9, Command::Tick);
         let holder = it.store.locks.by_fence.keys().copied().next().unwrap();
-        it.run(9, Command::ForceRelease { key: b"k", space, fence: holder });
+        it.run(9, Command::ForceRelease(command::ForceRelease { key: b"k", space, fence: holder }));
         it.run(4, Command::EndSession { release: true, forced: false });
-        it.run(9, Command::Release { key: b"k", space, token, resign: false });
+        it.run(9, Command::Release(command::Release { key: b"k", space, token, resign: false }));
 
         let tally = it.store.tally();
         let counts = tally.of(Primitive::Mutex);
@@ -515,7 +515,12 @@ mod tests {
         it.acquire(2, b"k", Mode::Read, wait);
         it.acquire(3, b"k", Mode::Read, wait);
         let pattern = b"jobs.>";
-        it.run(1, Command::Subscribe(crate::Subscription::Signals { pattern, group: b"g" }));
+        it.run(
+            1,
+            Command::Subscribe(command::Subscribe {
+                to: crate::Subscription::Signals { pattern, group: b"g" },
+            }),
+        );
         let before = it.store.tally();
         let bytes = it.store.snapshot();
         let mut restored = Store::restore(&bytes, Arc::new(Shared::new())).unwrap();

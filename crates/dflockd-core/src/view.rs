@@ -647,7 +647,7 @@ mod tests {
     use alloc::sync::Arc;
 
     use super::*;
-    use dflockd_api::{Caller, Command, Mode, RequestId};
+    use dflockd_api::{Caller, Command, Mode, RequestId, command};
 
     use crate::limits::Limits;
     use crate::shared::Shared;
@@ -663,7 +663,8 @@ mod tests {
             let (session, request) = (SessionId(session), RequestId(request));
             let caller = Caller { session, request, keep: false };
             let (key, wait, lease) = (key.as_bytes(), Span::from_secs(60), None);
-            let command = Command::Acquire { key, mode, wait, lease, salt: request.0 };
+            let command =
+                Command::Acquire(command::Acquire { key, mode, wait, lease, salt: request.0 });
             store.apply(caller, command, Timestamp(now), &mut Vec::new());
         };
         // Not in the order of the keys.

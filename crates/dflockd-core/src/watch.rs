@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        Caller, Command, Effect, Limits, RequestId, Shared, Store, Subscription, Timestamp,
+        Caller, Command, Effect, Limits, RequestId, Shared, Store, Subscription, Timestamp, command,
     };
 
     #[derive(Default)]
@@ -128,17 +128,17 @@ mod tests {
         };
         let (mut common, mut keys) = (store(), store());
         let watch = |pattern| Subscription::Changes { pattern, from: None };
-        let change = Command::KvDelete { key: b"a.b" };
+        let change = Command::KvDelete(command::KvDelete { key: b"a.b" });
         let [one, two] = [SessionId(1), SessionId(2)];
 
-        send(&mut common, 2, Command::Subscribe(watch(b"a.*")));
-        send(&mut common, 1, Command::Subscribe(watch(b"a.*")));
-        send(&mut common, 1, Command::Subscribe(watch(b">")));
-        send(&mut common, 1, Command::Subscribe(watch(b">")));
+        send(&mut common, 2, Command::Subscribe(command::Subscribe { to: watch(b"a.*") }));
+        send(&mut common, 1, Command::Subscribe(command::Subscribe { to: watch(b"a.*") }));
+        send(&mut common, 1, Command::Subscribe(command::Subscribe { to: watch(b">") }));
+        send(&mut common, 1, Command::Subscribe(command::Subscribe { to: watch(b">") }));
         assert_eq!(shared.wild_watches(), 3);
         assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
         // The watch of a key is its store's; it is the same push.
-        send(&mut keys, 1, Command::Subscribe(watch(b"a.b")));
+        send(&mut keys, 1, Command::Subscribe(command::Subscribe { to: watch(b"a.b") }));
         assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
         assert_eq!(watches.0.read().unwrap().channels().len(), 2);
 
@@ -147,8 +147,8 @@ mod tests {
         assert_eq!(send(&mut keys, 9, change.clone()), [two]);
         send(&mut common, 1, Command::Attach);
         assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
-        send(&mut common, 2, Command::Unsubscribe(watch(b"a.*")));
-        send(&mut common, 2, Command::Unsubscribe(watch(b"a.*")));
+        send(&mut common, 2, Command::Unsubscribe(command::Unsubscribe { from: watch(b"a.*") }));
+        send(&mut common, 2, Command::Unsubscribe(command::Unsubscribe { from: watch(b"a.*") }));
         assert_eq!(send(&mut keys, 9, change.clone()), [one]);
         send(&mut common, 1, Command::EndSession { release: true, forced: false });
         assert_eq!(send(&mut keys, 9, change), []);

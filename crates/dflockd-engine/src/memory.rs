@@ -14,7 +14,7 @@ use dflockd_core::{
     Bytes, Caller, Change, Command, Contention, Effect, Idle, KeyView, Limits, Listed, LockPage,
     LockView, Outcome, Push, Query, Refusal, RequestId, Revision, Separators, SessionId,
     SessionView, Shared, SharedWatches, Span, Store, Subscription, Survey, Tally, Timestamp,
-    Usages, WatchIndex, is_literal,
+    Usages, WatchIndex, command, is_literal,
 };
 use foldhash::fast::FixedState;
 use parking_lot::{Mutex, MutexGuard, RwLock};
@@ -192,31 +192,18 @@ impl Memory {
         pokes: &mut Pokes,
     ) -> Submitted {
         let caller = Caller { session: by.id(), request, keep };
-        let place = match &command {
-            Command::Acquire { key, .. }
-            | Command::Enqueue { key, .. }
-            | Command::Renew { key, .. }
-            | Command::Wait { key, .. }
-            | Command::Release { key, .. }
-            | Command::ForceRelease { key, .. }
-            | Command::Add { key, .. }
-            | Command::CounterSet { key, .. }
-            | Command::KvSet { key, .. }
-            | Command::KvDelete { key }
-            | Command::KvCompareAndSet { key, .. }
-            | Command::Push { key, .. }
-            | Command::Pop { key, .. }
-            | Command::BarrierWait { key, .. } => shard_of(key),
-            Command::Signal { .. } => COMMON,
-            Command::Subscribe(subscription) | Command::Unsubscribe(subscription) => {
-                let subscription = *subscription;
-                return self.subscribe(by, caller, &command, subscription, pokes);
-            }
-            Command::RenewSession { lease } => {
+        let place = match (command.key(), command) {
+            (Some(key), _) => shard_of(key),
+            (None, Command::Signal(_)) => COMMON,
+            (
+                None,
+                Command::Subscribe(command::Subscribe { to: subscription })
+                | Command::Unsubscribe(command::Unsubscribe { from: subscription }),
+            ) => return self.subscribe(by, caller, &command, subscription, pokes),
+            (None, Command::RenewSession(_)) => {
                 // Only holds that were granted with this very lease follow the session: it is on record.
                 let mut renewed = 0;
                 for shard in by.session.shards() {
-                    let command = Command::RenewSession { lease: *lease };
                     match self.apply(shard, Some(by), caller, command, pokes) {
                         None => return Submitted::Gone,
                         Some(Some(Outcome::Number(number))) => renewed += number,
@@ -225,23 +212,13 @@ impl Memory {
                 }
                 return Submitted::Done(Outcome::Number(renewed));
             }
-            Command::Acknowledge { up_to } => {
+            (None, Command::Acknowledge(_)) => {
                 for shard in by.session.shards() {
-                    let command = Command::Acknowledge { up_to: *up_to };
                     self.apply(shard, Some(by), caller, command, pokes);
                 }
                 return Submitted::Done(Outcome::Done);
             }
-            Command::Tick
-            | Command::NewTerm
-            | Command::Cancel { .. }
-            | Command::Undo(_)
-            | Command::Detach { .. }
-            | Command::Attach
-            | Command::Orphan { .. }
-            | Command::EndSession { .. } => {
-                unreachable!("the engine sends {command:?} itself")
-            }
+            (None, _) => unreachable!("the engine sends {command:?} itself"),
         };
         match self.apply(place, Some(by), caller, command, pokes) {
             None => Submitted::Gone,
@@ -255,7 +232,7 @@ impl Memory {
     pub fn cancel(&self, by: &Attachment, request: RequestId, place: Place, pokes: &mut Pokes) {
         // A number no request has: the cancelled one must be answered through the sink.
         let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
-        self.apply(place.0, None, caller, Command::Cancel { request }, pokes);
+        self.apply(place.0, None, caller, Command::Cancel(command::Cancel { request }), pokes);
     }
 
     /// Gives back what could not be told to the one who asked for it.
@@ -668,7 +645,7 @@ impl Memory {
         subscription: Subscription<'_>,
         pokes: &mut Pokes,
     ) -> Submitted {
-        let applied = self.apply(COMMON, Some(by), caller, command.clone(), pokes);
+        let applied = self.apply(COMMON, Some(by), caller, *command, pokes);
         let Some(Some(outcome)) = applied else { return Submitted::Gone };
         if outcome != Outcome::Done {
             return Submitted::Done(outcome);
@@ -680,8 +657,11 @@ impl Memory {
         };
         if let Some(key) = key {
             let unkept = Caller { keep: false, ..caller };
-            self.apply(shard_of(key), Some(by), unkept, command.clone(), pokes);
-        } else if matches!(command, Command::Unsubscribe(Subscription::Changes { .. })) {
+            self.apply(shard_of(key), Some(by), unkept, *command, pokes);
+        } else if matches!(
+            command,
+            Command::Unsubscribe(command::Unsubscribe { from: Subscription::Changes { .. } })
+        ) {
             // A shard may just have found the watch and not have told of the change yet. Who has been in every shard
             // can say that nothing more comes.
             for shard in &self.shards[..KEY_SHARDS] {
@@ -840,14 +820,8 @@ impl Memory {
 
     /// The lease that a command would be granted with, if it is longer than those that the next start would know of.
     fn unrecorded_lease(&self, command: &Command<'_>) -> Option<Span> {
-        if let Command::Acquire { lease, .. }
-        | Command::Enqueue { lease, .. }
-        | Command::Renew { lease, .. } = command
-        {
-            let lease = self.limits.lease(*lease);
-            return self.fences.lacks(lease).then_some(lease);
-        }
-        None
+        let lease = self.limits.lease(command.lease()?);
+        self.fences.lacks(lease).then_some(lease)
     }
 
     /// Drops what is idle for longest, in whatever shard it is. False if nothing is.
@@ -1066,12 +1040,17 @@ mod tests {
         let pop = |number: u64| {
             let key = format!("list-{number}");
             let (end, wait) = (End::Left, Some(Span::from_secs(60)));
-            ask(&engine, &hog, number, Command::Pop { key: key.as_bytes(), end, wait })
+            ask(
+                &engine,
+                &hog,
+                number,
+                Command::Pop(command::Pop { key: key.as_bytes(), end, wait }),
+            )
         };
         let push = |number: u64| {
             let key = format!("list-{number}");
             let (key, end) = (key.as_bytes(), End::Left);
-            ask(&engine, &other, number, Command::Push { key, end, value: &value });
+            ask(&engine, &other, number, Command::Push(command::Push { key, end, value: &value }));
         };
         for number in 1..=1_000 {
             push(number);
@@ -1092,7 +1071,8 @@ mod tests {
         // Small ones are bounded in number.
         for number in 2_001..=5_000 {
             let key = format!("counter-{number}");
-            let add = Command::Add { key: key.as_bytes(), delta: 1, decrement: false };
+            let add =
+                Command::Add(command::Add { key: key.as_bytes(), delta: 1, decrement: false });
             assert_eq!(ask(&engine, &hog, number, add), Submitted::Done(Outcome::Number(1)));
             bounded("counted");
         }
@@ -1108,8 +1088,13 @@ mod tests {
         let mut lock = |key: &str| {
             request += 1;
             let (mode, wait) = (dflockd_core::Mode::Mutex, Span::ZERO);
-            let acquire =
-                Command::Acquire { key: key.as_bytes(), mode, wait, lease: None, salt: 7 };
+            let acquire = Command::Acquire(command::Acquire {
+                key: key.as_bytes(),
+                mode,
+                wait,
+                lease: None,
+                salt: 7,
+            });
             ask(&engine, &client, request, acquire)
         };
         for number in 0..10 {
@@ -1122,7 +1107,7 @@ mod tests {
             }
             let space = dflockd_core::Space::Locks;
             let (key, token) = (key.as_bytes(), grant.token);
-            let release = Command::Release { key, space, token, resign: false };
+            let release = Command::Release(command::Release { key, space, token, resign: false });
             engine.submit(&client, RequestId(1 << 63), false, release, &mut Pokes::new());
         }
         for number in 0..10 {

@@ -22,6 +22,7 @@ use std::time::Duration;
 
 use dflockd_core::{
     Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Store, Timestamp,
+    command,
 };
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
@@ -424,7 +425,7 @@ impl Replicated {
         if let Some(refused) = self.refuse(by) {
             return refused;
         }
-        let answered = !matches!(command, Command::Acknowledge { .. } | Command::Cancel { .. });
+        let answered = !matches!(command, Command::Acknowledge(_) | Command::Cancel(_));
         let wait = answered.then(|| command.wait());
         if !self.put(by, request, keep, Action::Command(command), wait) {
             return self.too_much(keep);
@@ -470,7 +471,7 @@ impl Replicated {
     }
 
     pub(crate) fn cancel(&self, by: &Attachment, request: RequestId) {
-        let action = Action::Command(Command::Cancel { request });
+        let action = Action::Command(Command::Cancel(command::Cancel { request }));
         self.put(by, RequestId(0), false, action, None);
     }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span};
+use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span, command};
 use dflockd_engine::Replicated;
 use dflockd_engine::TIMES_BUCKETS;
 use dflockd_engine::replica::admin::{AdminRequest, POLICY_CHANGED};
@@ -135,7 +135,8 @@ pub(crate) async fn end_hold(
     reason: String,
 ) -> Result<Outcome, Gone> {
     let ended = whole(async move {
-        let command = Command::ForceRelease { key: &key, space, fence: Fence(fence) };
+        let command =
+            Command::ForceRelease(command::ForceRelease { key: &key, space, fence: Fence(fence) });
         let outcome = caller.call(command).await.map(|answer| answer.outcome().clone());
         let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
         service.audit.note(&by, Deed::EndHold { key, fence }, &reason, done);

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use crate::{
     Caller, Command, Effect, End, Idle, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
-    SessionId, Shared, Space, Span, Store, Timestamp, Token, Usage,
+    SessionId, Shared, Space, Span, Store, Timestamp, Token, Usage, command,
 };
 
 struct Client {
@@ -44,17 +44,24 @@ impl Client {
     }
 
     fn release(&mut self, session: u64, key: &[u8], token: Token) {
-        let release = Command::Release { key, space: Space::Locks, token, resign: false };
+        let release =
+            Command::Release(command::Release { key, space: Space::Locks, token, resign: false });
         assert_eq!(self.ask(session, release), Some(Outcome::Done));
     }
 }
 
 fn acquire(key: &[u8], wait: u64, lease: Option<u64>) -> Command<'_> {
-    Command::Acquire { key, mode: Mode::Mutex, wait: Span(wait), lease: lease.map(Span), salt: 7 }
+    Command::Acquire(command::Acquire {
+        key,
+        mode: Mode::Mutex,
+        wait: Span(wait),
+        lease: lease.map(Span),
+        salt: 7,
+    })
 }
 
 fn enqueue(key: &[u8]) -> Command<'_> {
-    Command::Enqueue { key, mode: Mode::Mutex, lease: None, salt: 7 }
+    Command::Enqueue(command::Enqueue { key, mode: Mode::Mutex, lease: None, salt: 7 })
 }
 
 fn token(outcome: Option<Outcome>) -> Token {
@@ -78,7 +85,8 @@ fn no_lease_is_longer_than_the_longest() {
     };
     assert_eq!(grant.lease, Span(50));
     let (key, space, token) = (b"k", Space::Locks, grant.token);
-    let renew = |lease| Command::Renew { key, space, token, lease: Some(Span(lease)) };
+    let renew =
+        |lease| Command::Renew(command::Renew { key, space, token, lease: Some(Span(lease)) });
     assert_eq!(client.at(40).ask(1, renew(30)), {
         Some(Outcome::Renewed { fence: token.fence, lease: Span(30) })
     });
@@ -86,7 +94,7 @@ fn no_lease_is_longer_than_the_longest() {
         Some(Outcome::Renewed { fence: token.fence, lease: Span(50) })
     });
     // A hold that was taken with the longest lease follows a session that asked for more.
-    let session = Command::RenewSession { lease: Span(u64::MAX) };
+    let session = Command::RenewSession(command::RenewSession { lease: Span(u64::MAX) });
     assert_eq!(client.at(60).ask(1, session), Some(Outcome::Number(1)));
     assert_eq!(client.at(109).lock(2, b"k"), Some(Outcome::Timeout));
     // Who waited while the longest became shorter gets that one.
@@ -107,10 +115,15 @@ fn only_what_may_be_granted_counts_as_a_lease() {
     let mut client = Client::new(Limits { waiters_max: 1, ..Limits::default() });
     let held = token(client.lock(1, b"k"));
     let space = Space::Locks;
-    let renew = |key, token| Command::Renew { key, space, token, lease: None };
+    let renew = |key, token| Command::Renew(command::Renew { key, space, token, lease: None });
     let wrong = Token { salt: 8, ..held };
-    let read =
-        Command::Acquire { key: b"k", mode: Mode::Read, wait: Span(9), lease: None, salt: 1 };
+    let read = Command::Acquire(command::Acquire {
+        key: b"k",
+        mode: Mode::Read,
+        wait: Span(9),
+        lease: None,
+        salt: 1,
+    });
     for (command, may) in [
         (renew(b"k", held), true),
         (renew(b"k", wrong), false),
@@ -181,13 +194,13 @@ fn what_makes_room_does_not_depend_on_a_snapshot() {
 #[test]
 fn counters_at_zero_make_room() {
     let mut client = Client::new(Limits { keys_max: 2, kv_idle_gc: true, ..Limits::default() });
-    let set = |key| Command::KvSet { key, value: b"v", ttl: None };
-    let zero = Command::CounterSet { key: b"zero", value: 0 };
+    let set = |key| Command::KvSet(command::KvSet { key, value: b"v", ttl: None });
+    let zero = Command::CounterSet(command::CounterSet { key: b"zero", value: 0 });
     assert!(matches!(client.ask(1, set(b"first")), Some(Outcome::Written(_))));
     assert_eq!(client.at(1).ask(1, zero), Some(Outcome::Done));
     assert!(matches!(client.ask(1, set(b"second")), Some(Outcome::Written(_))));
     assert_eq!(client.ask(1, set(b"third")), refused(Refusal::MaxKeys));
-    let push = Command::Push { key: b"list", end: End::Left, value: b"v" };
+    let push = Command::Push(command::Push { key: b"list", end: End::Left, value: b"v" });
     assert_eq!(client.ask(1, push), refused(Refusal::MaxKeys));
 }
 
@@ -202,7 +215,7 @@ fn holds_and_waits_of_a_session() {
     assert_eq!(client.ask(1, enqueue(b"c")), refused(Refusal::MaxHolds));
     token(client.lock(2, b"c"));
     let space = Space::Locks;
-    let renew = Command::Renew { key: b"a", space, token: a, lease: None };
+    let renew = Command::Renew(command::Renew { key: b"a", space, token: a, lease: None });
     assert!(matches!(client.ask(1, renew), Some(Outcome::Renewed { .. })));
     client.release(1, b"a", a);
     token(client.lock(1, b"a"));
@@ -212,13 +225,16 @@ fn holds_and_waits_of_a_session() {
     for command in [
         acquire(b"c", 9, None),
         enqueue(b"c"),
-        Command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) },
-        Command::BarrierWait { key: b"barrier", count: 2, wait: Span(9) },
+        Command::Pop(command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) }),
+        Command::BarrierWait(command::BarrierWait { key: b"barrier", count: 2, wait: Span(9) }),
     ] {
         assert_eq!(client.ask(3, command), refused(Refusal::MaxWaits));
     }
     assert_eq!(client.ask(3, acquire(b"c", 0, None)), Some(Outcome::Timeout), "it does not wait");
-    assert_eq!(client.ask(3, Command::Wait { key: b"b", space, wait: Span(9) }), None);
+    assert_eq!(
+        client.ask(3, Command::Wait(command::Wait { key: b"b", space, wait: Span(9) })),
+        None
+    );
     token(client.lock(3, b"d"));
     // A wait that is over makes room.
     client.at(9).ask(3, Command::Tick);
@@ -247,7 +263,7 @@ fn several_stores_count_together() {
     // The third store has not heard of the session before.
     clients[0].release(1, b"a", first);
     token(clients[1].lock(1, b"d"));
-    let pop = || Command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) };
+    let pop = || Command::Pop(command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) });
     assert_eq!(clients[0].ask(1, pop()), None);
     assert_eq!(clients[1].ask(1, pop()), refused(Refusal::MaxWaits));
     clients[0].at(9).ask(1, Command::Tick);
@@ -266,7 +282,7 @@ fn several_stores_count_together() {
 fn add_once(client: &mut Client, request: u64) -> Outcome {
     let caller = Caller { session: SessionId(1), request: RequestId(request), keep: true };
     let mut effects = Vec::new();
-    let command = Command::Add { key: b"n", delta: 1, decrement: false };
+    let command = Command::Add(command::Add { key: b"n", delta: 1, decrement: false });
     client.store.apply(caller, command, Timestamp(0), &mut effects);
     let Some(Effect::Reply { outcome, .. }) = effects.pop() else { panic!("it is answered") };
     outcome

@@ -10,7 +10,7 @@ use alloc::vec::Vec;
 use crate::{
     Bytes, Caller, Change, Command, Effect, End, Event, Expect, Fence, Grant, Group, LeaderEvent,
     Limits, LostReason, Mode, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId, Space,
-    Span, Subscription, Timestamp, Token,
+    Span, Subscription, Timestamp, Token, command,
 };
 
 /// Where a lock lives, and its key.
@@ -393,7 +393,7 @@ impl Model {
         // These keep no result: they say the same thing however often they are heard.
         let repeatable = matches!(
             command,
-            Command::Cancel { .. } | Command::Acknowledge { .. } | Command::RenewSession { .. }
+            Command::Cancel(_) | Command::Acknowledge(_) | Command::RenewSession(_)
         );
         if !keep || !is_answered(command) || repeatable {
             return false;
@@ -441,14 +441,16 @@ impl Model {
                 self.grace_until = self.grace_until.max(self.now + self.limits.failover_grace);
                 None
             }
-            Command::Acquire { key, mode, wait, lease, salt } => {
+            Command::Acquire(command::Acquire { key, mode, wait, lease, salt }) => {
                 self.acquire(caller, key, mode, wait, lease, salt)
             }
-            Command::Enqueue { key, mode, lease, salt } => {
+            Command::Enqueue(command::Enqueue { key, mode, lease, salt }) => {
                 Some(self.enqueue(session, key, mode, lease, salt))
             }
-            Command::Wait { key, space, wait } => self.wait(caller, self.lock_id(space, key), wait),
-            Command::Release { key, space, token, resign } => {
+            Command::Wait(command::Wait { key, space, wait }) => {
+                self.wait(caller, self.lock_id(space, key), wait)
+            }
+            Command::Release(command::Release { key, space, token, resign }) => {
                 let id = self.lock_id(space, key);
                 Some(match self.hold(&id, token) {
                     Some(_) => {
@@ -458,14 +460,14 @@ impl Model {
                     None => Outcome::Refused(Refusal::NotHeld),
                 })
             }
-            Command::Renew { key, space, token, lease } => {
+            Command::Renew(command::Renew { key, space, token, lease }) => {
                 Some(self.renew(&self.lock_id(space, key), token, lease))
             }
-            Command::RenewSession { lease } => {
+            Command::RenewSession(command::RenewSession { lease }) => {
                 keep = false;
                 Some(self.renew_session(session, lease))
             }
-            Command::ForceRelease { key, space, fence } => {
+            Command::ForceRelease(command::ForceRelease { key, space, fence }) => {
                 let id = self.lock_id(space, key);
                 let hold = self.locks.get(&id).and_then(|lock| {
                     lock.holds.iter().map(|hold| hold.token).find(|token| token.fence == fence)
@@ -478,25 +480,37 @@ impl Model {
                     None => Outcome::Refused(Refusal::NotHeld),
                 })
             }
-            Command::Add { key, delta, decrement } => Some(self.add(key, delta, decrement)),
-            Command::CounterSet { key, value } => Some(self.counter_set(key, value)),
-            Command::KvSet { key, value, ttl } => {
+            Command::Add(command::Add { key, delta, decrement }) => {
+                Some(self.add(key, delta, decrement))
+            }
+            Command::CounterSet(command::CounterSet { key, value }) => {
+                Some(self.counter_set(key, value))
+            }
+            Command::KvSet(command::KvSet { key, value, ttl }) => {
                 Some(self.kv_set(key, None, value, ttl, Event::Kset))
             }
-            Command::KvDelete { key } => {
+            Command::KvDelete(command::KvDelete { key }) => {
                 self.entries.remove(key);
                 self.emit(Event::Kdel, key);
                 Some(Outcome::Done)
             }
-            Command::KvCompareAndSet { key, expect, value, ttl } => {
+            Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl }) => {
                 Some(self.kv_set(key, Some(expect), value, ttl, Event::Kcas))
             }
-            Command::Push { key, end, value } => Some(self.list_push(key, end, value)),
-            Command::Pop { key, end, wait } => self.list_pop(caller, key, end, wait),
-            Command::BarrierWait { key, count, wait } => self.arrive(caller, key, count, wait),
-            Command::Signal { channel, payload } => Some(self.signal(channel, payload)),
-            Command::Subscribe(subscription) => Some(self.subscribe(session, subscription)),
-            Command::Unsubscribe(subscription) => {
+            Command::Push(command::Push { key, end, value }) => {
+                Some(self.list_push(key, end, value))
+            }
+            Command::Pop(command::Pop { key, end, wait }) => self.list_pop(caller, key, end, wait),
+            Command::BarrierWait(command::BarrierWait { key, count, wait }) => {
+                self.arrive(caller, key, count, wait)
+            }
+            Command::Signal(command::Signal { channel, payload }) => {
+                Some(self.signal(channel, payload))
+            }
+            Command::Subscribe(command::Subscribe { to: subscription }) => {
+                Some(self.subscribe(session, subscription))
+            }
+            Command::Unsubscribe(command::Unsubscribe { from: subscription }) => {
                 let topic = topic_of(subscription);
                 Some(if topic.is_well_formed(self.limits.rules >= 2) {
                     self.unsubscribe(session, &topic);
@@ -505,7 +519,7 @@ impl Model {
                     Outcome::Refused(Refusal::BadPattern)
                 })
             }
-            Command::Cancel { request } => {
+            Command::Cancel(command::Cancel { request }) => {
                 keep = false;
                 let mut of_it = self.blocked.iter();
                 let is_pop = of_it.any(|blocked| {
@@ -519,7 +533,7 @@ impl Model {
                 self.withdraw(session, request, Some(outcome));
                 Some(Outcome::Done)
             }
-            Command::Acknowledge { up_to } => {
+            Command::Acknowledge(command::Acknowledge { up_to }) => {
                 keep = false;
                 if let Some(state) = self.sessions.get_mut(&session) {
                     state.results.retain(|(request, _)| *request > up_to);
@@ -1518,26 +1532,26 @@ pub(super) fn is_answered(command: &Command<'_>) -> bool {
         | Command::Attach
         | Command::Orphan { .. }
         | Command::EndSession { .. } => false,
-        Command::Acquire { .. }
-        | Command::Enqueue { .. }
-        | Command::Wait { .. }
-        | Command::Release { .. }
-        | Command::Renew { .. }
-        | Command::RenewSession { .. }
-        | Command::ForceRelease { .. }
-        | Command::Add { .. }
-        | Command::CounterSet { .. }
-        | Command::KvSet { .. }
-        | Command::KvDelete { .. }
-        | Command::KvCompareAndSet { .. }
-        | Command::Push { .. }
-        | Command::Pop { .. }
-        | Command::BarrierWait { .. }
-        | Command::Signal { .. }
+        Command::Acquire(_)
+        | Command::Enqueue(_)
+        | Command::Wait(_)
+        | Command::Release(_)
+        | Command::Renew(_)
+        | Command::RenewSession(_)
+        | Command::ForceRelease(_)
+        | Command::Add(_)
+        | Command::CounterSet(_)
+        | Command::KvSet(_)
+        | Command::KvDelete(_)
+        | Command::KvCompareAndSet(_)
+        | Command::Push(_)
+        | Command::Pop(_)
+        | Command::BarrierWait(_)
+        | Command::Signal(_)
         | Command::Subscribe(_)
         | Command::Unsubscribe(_)
-        | Command::Cancel { .. }
-        | Command::Acknowledge { .. } => true,
+        | Command::Cancel(_)
+        | Command::Acknowledge(_) => true,
     }
 }
 

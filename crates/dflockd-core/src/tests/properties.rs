@@ -27,7 +27,7 @@ use super::model::{LockId, Model, is_answered};
 use crate::{
     Bytes, Caller, Command, Effect, End, Event, Expect, Fence, Grant, LeaderEvent, Limits,
     LimitsV2, LostReason, Mode, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId,
-    Shared, Space, Span, Store, Subscription, Timestamp, Token,
+    Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
 };
 
 const CASES: u64 = 40_000;
@@ -328,19 +328,19 @@ fn lock_act(rng: &mut Random, favoured: &[Mode; KEYS.len()]) -> Act {
     let space = if rng.percent(90) { mode.space() } else { any_space(rng) };
     let (wait, lease, salt) = (any_wait(rng), any_lease(rng), rng.next());
     match rng.below(20) {
-        0..=7 => Act::Fixed(Command::Acquire { key, mode, wait, lease, salt }),
+        0..=7 => Act::Fixed(Command::Acquire(command::Acquire { key, mode, wait, lease, salt })),
         8..=10 => {
             let mode = if mode == Mode::Election { Mode::Mutex } else { mode };
-            Act::Fixed(Command::Enqueue { key, mode, lease, salt })
+            Act::Fixed(Command::Enqueue(command::Enqueue { key, mode, lease, salt }))
         }
-        11..=13 => Act::Fixed(Command::Wait { key, space, wait }),
+        11..=13 => Act::Fixed(Command::Wait(command::Wait { key, space, wait })),
         14..=16 => Act::Release { hold: any_pick(rng), resign: rng.percent(30) },
         17 => Act::Renew { hold: any_pick(rng), lease },
         18 if rng.percent(50) => Act::Renew { hold: any_pick(rng), lease },
         18 => {
             // Leases are few, so that some hold often has this one.
             let lease = lease.unwrap_or(Limits::default().default_lease);
-            Act::Fixed(Command::RenewSession { lease })
+            Act::Fixed(Command::RenewSession(command::RenewSession { lease }))
         }
         _ => Act::ForceRelease { hold: any_pick(rng) },
     }
@@ -353,22 +353,24 @@ fn value_act(rng: &mut Random) -> Act {
     let ttl = rng.pick(&[None, None, Some(1), Some(4), Some(12)]).map(Span);
     let wait = any_wait(rng);
     Act::Fixed(match rng.below(24) {
-        0..=2 => Command::Add { key, delta: rng.pick(&DELTAS), decrement: rng.percent(50) },
-        3 => Command::CounterSet { key, value: rng.pick(&DELTAS) },
-        4..=5 => Command::KvSet { key, value, ttl },
-        6 => Command::KvDelete { key },
+        0..=2 => {
+            Command::Add(command::Add { key, delta: rng.pick(&DELTAS), decrement: rng.percent(50) })
+        }
+        3 => Command::CounterSet(command::CounterSet { key, value: rng.pick(&DELTAS) }),
+        4..=5 => Command::KvSet(command::KvSet { key, value, ttl }),
+        6 => Command::KvDelete(command::KvDelete { key }),
         7 => return Act::ExpectRevision { key, back: rng.below(5) },
         8..=9 => {
             let expect =
                 if rng.percent(50) { Expect::Absent } else { Expect::Value(rng.pick(&VALUES)) };
-            Command::KvCompareAndSet { key, expect, value, ttl }
+            Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl })
         }
-        10..=13 => Command::Push { key, end, value },
-        14..=15 => Command::Pop { key, end, wait: None },
-        16..=19 => Command::Pop { key, end, wait: Some(wait) },
+        10..=13 => Command::Push(command::Push { key, end, value }),
+        14..=15 => Command::Pop(command::Pop { key, end, wait: None }),
+        16..=19 => Command::Pop(command::Pop { key, end, wait: Some(wait) }),
         _ => {
             let count = rng.pick(&[1, 2, 2, 2, 3, 3]);
-            Command::BarrierWait { key, count, wait }
+            Command::BarrierWait(command::BarrierWait { key, count, wait })
         }
     })
 }
@@ -384,10 +386,13 @@ fn subscription_act(rng: &mut Random) -> Act {
         _ => Subscription::Leaders { key },
     };
     match rng.below(16) {
-        0..=5 => Act::Fixed(Command::Subscribe(subscription)),
+        0..=5 => Act::Fixed(Command::Subscribe(command::Subscribe { to: subscription })),
         6..=7 => Act::WatchFrom { pattern, back: rng.below(12) },
-        8..=10 => Act::Fixed(Command::Unsubscribe(subscription)),
-        _ => Act::Fixed(Command::Signal { channel: key, payload: rng.pick(&VALUES) }),
+        8..=10 => Act::Fixed(Command::Unsubscribe(command::Unsubscribe { from: subscription })),
+        _ => Act::Fixed(Command::Signal(command::Signal {
+            channel: key,
+            payload: rng.pick(&VALUES),
+        })),
     }
 }
 
@@ -499,38 +504,44 @@ impl Run {
             Act::Fixed(command) => command.clone(),
             Act::Release { hold, resign } => {
                 let Some((space, key, token)) = self.pick(*hold) else { return Ok(()) };
-                Command::Release { key, space, token, resign: *resign }
+                Command::Release(command::Release { key, space, token, resign: *resign })
             }
             Act::Renew { hold, lease } => {
                 let Some((space, key, token)) = self.pick(*hold) else { return Ok(()) };
-                Command::Renew { key, space, token, lease: *lease }
+                Command::Renew(command::Renew { key, space, token, lease: *lease })
             }
             Act::ForceRelease { hold } => {
                 let Some((space, key, token)) = self.pick(*hold) else { return Ok(()) };
                 // Here the twist that hits the salt hits the fence.
                 let off = u64::from(matches!(hold.twist, Twist::Salt));
                 let fence = Fence(token.fence.0 + off * 1000);
-                Command::ForceRelease { key, space, fence }
+                Command::ForceRelease(command::ForceRelease { key, space, fence })
             }
-            Act::ExpectRevision { key, back } => Command::KvCompareAndSet {
-                key,
-                expect: Expect::Revision(Revision(self.model.revision().0.saturating_sub(*back))),
-                value: VALUES[0],
-                ttl: None,
-            },
+            Act::ExpectRevision { key, back } => {
+                Command::KvCompareAndSet(command::KvCompareAndSet {
+                    key,
+                    expect: Expect::Revision(Revision(
+                        self.model.revision().0.saturating_sub(*back),
+                    )),
+                    value: VALUES[0],
+                    ttl: None,
+                })
+            }
             Act::WatchFrom { pattern, back } => {
                 let from = (self.model.revision().0 + 2).saturating_sub(*back).max(1);
                 let from = Some(Revision(from));
-                Command::Subscribe(Subscription::Changes { pattern, from })
+                Command::Subscribe(command::Subscribe {
+                    to: Subscription::Changes { pattern, from },
+                })
             }
             Act::Cancel { back } => {
-                Command::Cancel { request: RequestId(last.saturating_sub(*back)) }
+                Command::Cancel(command::Cancel { request: RequestId(last.saturating_sub(*back)) })
             }
             Act::Acknowledge { back } => {
                 let up_to = RequestId(last.saturating_sub(*back));
                 let acknowledged = &mut self.clients[client].acknowledged;
                 *acknowledged = (*acknowledged).max(up_to);
-                Command::Acknowledge { up_to }
+                Command::Acknowledge(command::Acknowledge { up_to })
             }
             Act::Detach { after } => Command::Detach { until: self.now + Span(*after) },
             Act::Undo { back } => {
@@ -987,35 +998,41 @@ impl Pair {
 }
 
 fn acquire(key: &[u8], mode: Mode, wait: u64, lease: u64) -> Command<'_> {
-    Command::Acquire { key, mode, wait: Span(wait), lease: Some(Span(lease)), salt: 7 }
+    Command::Acquire(command::Acquire {
+        key,
+        mode,
+        wait: Span(wait),
+        lease: Some(Span(lease)),
+        salt: 7,
+    })
 }
 
 fn enqueue(key: &[u8], mode: Mode, lease: u64) -> Command<'_> {
-    Command::Enqueue { key, mode, lease: Some(Span(lease)), salt: 7 }
+    Command::Enqueue(command::Enqueue { key, mode, lease: Some(Span(lease)), salt: 7 })
 }
 
 fn wait(key: &[u8], wait: u64) -> Command<'_> {
-    Command::Wait { key, space: Space::Locks, wait: Span(wait) }
+    Command::Wait(command::Wait { key, space: Space::Locks, wait: Span(wait) })
 }
 
 fn release(key: &[u8], token: Token) -> Command<'_> {
-    Command::Release { key, space: Space::Locks, token, resign: false }
+    Command::Release(command::Release { key, space: Space::Locks, token, resign: false })
 }
 
 fn renew(key: &[u8], token: Token, lease: u64) -> Command<'_> {
-    Command::Renew { key, space: Space::Locks, token, lease: Some(Span(lease)) }
+    Command::Renew(command::Renew { key, space: Space::Locks, token, lease: Some(Span(lease)) })
 }
 
 fn pop(key: &[u8], end: End, wait: u64) -> Command<'_> {
-    Command::Pop { key, end, wait: Some(Span(wait)) }
+    Command::Pop(command::Pop { key, end, wait: Some(Span(wait)) })
 }
 
 fn push<'a>(key: &'a [u8], end: End, value: &'a [u8]) -> Command<'a> {
-    Command::Push { key, end, value }
+    Command::Push(command::Push { key, end, value })
 }
 
 fn arrive(key: &[u8], count: u32, wait: u64) -> Command<'_> {
-    Command::BarrierWait { key, count, wait: Span(wait) }
+    Command::BarrierWait(command::BarrierWait { key, count, wait: Span(wait) })
 }
 
 fn granted(fence: u64, lease: u64) -> Outcome {
@@ -1168,7 +1185,7 @@ fn promise_6_no_lost_wakeup() {
 
     let request = pair.block(2, acquire(b"k", Mode::Write, 500, 100));
     pair.block(3, acquire(b"k", Mode::Read, 500, 100));
-    let effects = pair.send(2, Command::Cancel { request });
+    let effects = pair.send(2, Command::Cancel(command::Cancel { request }));
     assert_eq!(
         answers(&effects),
         [(2, Outcome::Timeout), (2, Outcome::Done), (3, granted(102, 100))]
@@ -1270,7 +1287,7 @@ fn promise_8_two_phases() {
     assert_eq!(pair.ask(2, wait(b"k", 5)), refused(Refusal::AlreadyWaiting));
     // The time limit takes the place in the queue with it.
     assert_eq!(answers(&pair.at(5).send(9, Command::Tick)), [(2, Outcome::Timeout)]);
-    assert_eq!(pair.ask(2, Command::Cancel { request }), Outcome::Done);
+    assert_eq!(pair.ask(2, Command::Cancel(command::Cancel { request })), Outcome::Done);
     assert_eq!(pair.ask(2, wait(b"k", 5)), refused(Refusal::NotEnqueued));
 
     // Promoted before it waits: the lease runs, and waiting starts it anew.
@@ -1311,7 +1328,7 @@ fn promise_11_a_session_renews_what_follows_it() {
     pair.lock(2, b"others", Mode::Mutex, 10);
     pair.block(1, acquire(b"others", Mode::Mutex, 100, 10));
     pair.ask(1, renew(b"longer", longer, 50));
-    let command = || Command::RenewSession { lease: Span(10) };
+    let command = || Command::RenewSession(command::RenewSession { lease: Span(10) });
     assert_eq!(pair.at(9).ask(1, command()), Outcome::Number(2));
     assert_eq!(pair.ask(3, command()), Outcome::Number(0));
     // What was only waited for follows once it is granted.
@@ -1333,7 +1350,8 @@ fn promise_11_not_early_12_not_late() {
     let mut pair = Pair::new(Limits { default_lease: Span(30), ..Limits::default() });
     let token = pair.lock(1, b"k", Mode::Mutex, 10);
     let renewed = Outcome::Renewed { fence: token.fence, lease: Span(30) };
-    let command = Command::Renew { key: b"k", space: Space::Locks, token, lease: None };
+    let command =
+        Command::Renew(command::Renew { key: b"k", space: Space::Locks, token, lease: None });
     assert_eq!(pair.at(9).ask(2, command), renewed);
     assert_eq!(pair.at(38).ask(2, acquire(b"k", Mode::Mutex, 0, 1)), Outcome::Timeout);
     assert_eq!(pair.run.store.next_deadline(), Some(Timestamp(39)));
@@ -1366,7 +1384,7 @@ fn promise_19_exactly_once() {
     let mut pair = Pair::new(Limits { results_max: 2, ..Limits::default() });
     let caller =
         |request| Caller { session: SessionId(1), request: RequestId(request), keep: true };
-    let add = || Command::Add { key: b"c", delta: 1, decrement: false };
+    let add = || Command::Add(command::Add { key: b"c", delta: 1, decrement: false });
     let one = [(1, Outcome::Number(1))];
     assert_eq!(answers(&pair.send_as(caller(1), add())), one);
     pair.restore();
@@ -1384,7 +1402,7 @@ fn promise_19_exactly_once() {
     assert_eq!(answers(&pair.send_as(caller(3), add())), [(1, Outcome::Number(2))]);
     let forgotten = [(1, refused(Refusal::Forgotten))];
     assert_eq!(answers(&pair.send_as(caller(1), add())), forgotten);
-    let command = Command::Acknowledge { up_to: RequestId(3) };
+    let command = Command::Acknowledge(command::Acknowledge { up_to: RequestId(3) });
     assert_eq!(answers(&pair.send_as(caller(4), command)), [(1, Outcome::Done)]);
     assert_eq!(answers(&pair.send_as(caller(5), add())), [(1, Outcome::Number(3))]);
     assert_eq!(answers(&pair.send_as(caller(5), add())), [(1, Outcome::Number(3))]);
@@ -1394,12 +1412,12 @@ fn promise_19_exactly_once() {
 #[test]
 fn promise_23_counters() {
     let mut pair = Pair::new(Limits { keys_max: 1, ..Limits::default() });
-    let add = |delta, decrement| Command::Add { key: b"c", delta, decrement };
+    let add = |delta, decrement| Command::Add(command::Add { key: b"c", delta, decrement });
     assert_eq!(pair.ask(1, add(i64::MIN, true)), refused(Refusal::Overflow));
     assert_eq!(pair.ask(1, add(i64::MAX, false)), Outcome::Number(i64::MAX));
     assert_eq!(pair.ask(1, add(1, false)), refused(Refusal::Overflow));
     assert_eq!(pair.ask(1, add(-1, true)), refused(Refusal::Overflow));
-    let other = || Command::CounterSet { key: b"d", value: 1 };
+    let other = || Command::CounterSet(command::CounterSet { key: b"d", value: 1 });
     assert_eq!(pair.ask(1, other()), refused(Refusal::MaxKeys));
     assert_eq!(pair.ask(1, add(i64::MAX, true)), Outcome::Number(0));
     assert_eq!(pair.ask(1, other()), Outcome::Done, "a counter at zero makes room");
@@ -1409,11 +1427,13 @@ fn promise_23_counters() {
 #[test]
 fn promise_24_compare_and_set() {
     let mut pair = Pair::new(Limits::default());
-    let cas = |expect, value, ttl: Option<u64>| Command::KvCompareAndSet {
-        key: b"k",
-        expect,
-        value,
-        ttl: ttl.map(Span),
+    let cas = |expect, value, ttl: Option<u64>| {
+        Command::KvCompareAndSet(command::KvCompareAndSet {
+            key: b"k",
+            expect,
+            value,
+            ttl: ttl.map(Span),
+        })
     };
     let value = Expect::Value(b"x");
     assert_eq!(pair.ask(1, cas(value, b"y", None)), Outcome::Conflict);
@@ -1427,7 +1447,7 @@ fn promise_24_compare_and_set() {
     assert_eq!(pair.run.store.read(query, Timestamp(23)), Outcome::Value(b"x"[..].into()));
     assert_eq!(pair.run.store.read(query, Timestamp(24)), Outcome::Empty);
     assert_eq!(pair.at(24).ask(1, cas(value, b"x", None)), Outcome::Conflict);
-    assert_eq!(pair.ask(1, Command::KvDelete { key: b"k" }), Outcome::Done);
+    assert_eq!(pair.ask(1, Command::KvDelete(command::KvDelete { key: b"k" })), Outcome::Done);
     assert_eq!(pair.run.store.revision(), Revision(4));
 }
 
@@ -1449,7 +1469,7 @@ fn promise_25_lists_26_nothing_is_lost() {
     let items = [b"b", b"c", b"d"].map(|item| Bytes::from(&item[..])).to_vec();
     assert_eq!(pair.run.store.read(query, Timestamp(0)), Outcome::Items(items));
     for value in [b"d", b"c", b"b"] {
-        let command = Command::Pop { key: b"q", end: End::Right, wait: None };
+        let command = Command::Pop(command::Pop { key: b"q", end: End::Right, wait: None });
         assert_eq!(pair.ask(2, command), popped(b"q", End::Right, value));
     }
     // An empty list counts no more.
@@ -1460,12 +1480,17 @@ fn promise_25_lists_26_nothing_is_lost() {
 #[test]
 fn promise_27_poppers_in_order() {
     let mut pair = Pair::new(Limits::default());
-    pair.send(9, Command::Subscribe(Subscription::Changes { pattern: b"q", from: None }));
+    pair.send(
+        9,
+        Command::Subscribe(command::Subscribe {
+            to: Subscription::Changes { pattern: b"q", from: None },
+        }),
+    );
     let cancelled = pair.block(1, pop(b"q", End::Left, 100));
     pair.block(2, pop(b"q", End::Right, 5));
     pair.block(3, pop(b"q", End::Right, 100));
     pair.block(4, pop(b"q", End::Left, 100));
-    let effects = pair.send(1, Command::Cancel { request: cancelled });
+    let effects = pair.send(1, Command::Cancel(command::Cancel { request: cancelled }));
     assert_eq!(answers(&effects), [(1, Outcome::Empty), (1, Outcome::Done)]);
     assert_eq!(answers(&pair.at(5).send(9, Command::Tick)), [(2, Outcome::Empty)]);
 
@@ -1507,7 +1532,7 @@ fn promise_28_barrier() {
                 pair.at(now + 10);
                 Command::Tick
             }
-            "cancel" => Command::Cancel { request },
+            "cancel" => Command::Cancel(command::Cancel { request }),
             _ => Command::EndSession { release: true, forced: true },
         };
         let broken = answers(&pair.send(1, look));
@@ -1522,7 +1547,8 @@ fn promise_28_barrier() {
 #[test]
 fn promise_29_observers() {
     let mut pair = Pair::new(Limits::default());
-    let observe = || Command::Subscribe(Subscription::Leaders { key: b"e" });
+    let observe =
+        || Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } });
     let leader = |event| Push::Leader { event, key: b"e"[..].into() };
     assert_eq!(pushes(&pair.send(9, observe()), 9), []);
     let effects = pair.send(1, acquire(b"e", Mode::Election, 0, 100));
@@ -1534,7 +1560,12 @@ fn promise_29_observers() {
     pair.block(2, acquire(b"e", Mode::Election, 100, 100));
     pair.block(3, acquire(b"e", Mode::Mutex, 100, 100));
     pair.send(2, observe());
-    let resign = Command::Release { key: b"e", space: Space::Locks, token: first, resign: true };
+    let resign = Command::Release(command::Release {
+        key: b"e",
+        space: Space::Locks,
+        token: first,
+        resign: true,
+    });
     let effects = pair.send(1, resign);
     let (resigned, failover) = (leader(LeaderEvent::Resigned), leader(LeaderEvent::Failover));
     let elected = leader(LeaderEvent::Elected);
@@ -1544,7 +1575,8 @@ fn promise_29_observers() {
 
     // Taken away by an operator; the next one does not lead, but it has taken over.
     let fence = Fence(first.fence.0 + 1);
-    let force = Command::ForceRelease { key: b"e", space: Space::Locks, fence };
+    let force =
+        Command::ForceRelease(command::ForceRelease { key: b"e", space: Space::Locks, fence });
     let effects = pair.send(9, force);
     assert_eq!(pushes(&effects, 9), core::slice::from_ref(&failover));
     let lost = Push::Lost { key: b"e"[..].into(), fence, reason: LostReason::Forced };
@@ -1555,10 +1587,18 @@ fn promise_29_observers() {
 #[test]
 fn promise_29_other_namespace() {
     let mut pair = Pair::new(Limits::default());
-    pair.send(9, Command::Subscribe(Subscription::Leaders { key: b"e" }));
+    pair.send(
+        9,
+        Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } }),
+    );
     pair.lock(1, b"e", Mode::Election, 100);
     let token = pair.lock(2, b"e", Mode::Semaphore { limit: 1 }, 100);
-    let release = Command::Release { key: b"e", space: Space::Semaphores, token, resign: true };
+    let release = Command::Release(command::Release {
+        key: b"e",
+        space: Space::Semaphores,
+        token,
+        resign: true,
+    });
     let effects = pair.send(2, release);
     assert_eq!((pushes(&effects, 1), pushes(&effects, 9)), (Vec::new(), Vec::new()));
 }
@@ -1610,7 +1650,10 @@ fn promise_20_refusals_have_no_effect() {
     assert_eq!(pair.ask(1, wait(b"k", 0)), refused(Refusal::LeaseExpired));
 
     let malformed = Subscription::Changes { pattern: b"a.>.b", from: None };
-    for command in [Command::Subscribe(malformed), Command::Unsubscribe(malformed)] {
+    for command in [
+        Command::Subscribe(command::Subscribe { to: malformed }),
+        Command::Unsubscribe(command::Unsubscribe { from: malformed }),
+    ] {
         assert_eq!(pair.ask(1, command), refused(Refusal::BadPattern));
     }
 }
@@ -1631,16 +1674,18 @@ fn promise_20_session_ends_last() {
 fn promise_31_resumed_watch() {
     let mut pair = Pair::new(Limits { events_max: 2, ..Limits::default() });
     for _ in 0..3 {
-        pair.send(1, Command::KvDelete { key: b"k" });
+        pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" }));
     }
     let watch = |from| {
-        Command::Subscribe(Subscription::Changes { pattern: b"*", from: Some(Revision(from)) })
+        Command::Subscribe(command::Subscribe {
+            to: Subscription::Changes { pattern: b"*", from: Some(Revision(from)) },
+        })
     };
     assert_eq!(pair.ask(2, watch(1)), Outcome::Compacted(Revision(1)));
-    assert_eq!(pushes(&pair.send(1, Command::KvDelete { key: b"k" }), 2), []);
+    assert_eq!(pushes(&pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" })), 2), []);
     assert_eq!(pushes(&pair.send(2, watch(3)), 2).len(), 2);
     assert_eq!(pushes(&pair.send(3, watch(5)), 3), []);
-    let effects = pair.send(1, Command::KvDelete { key: b"k" });
+    let effects = pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" }));
     assert_eq!((pushes(&effects, 2).len(), pushes(&effects, 3).len()), (1, 1));
 }
 
@@ -1650,11 +1695,12 @@ fn promise_33_queue_groups() {
     let mut pair = Pair::new(Limits::default());
     let listen = |group| Subscription::Signals { pattern: b"s.*", group };
     for session in [1, 2, 3] {
-        pair.send(session, Command::Subscribe(listen(b"g")));
+        pair.send(session, Command::Subscribe(command::Subscribe { to: listen(b"g") }));
     }
-    pair.send(1, Command::Subscribe(listen(b"")));
+    pair.send(1, Command::Subscribe(command::Subscribe { to: listen(b"") }));
     let turn = |pair: &mut Pair| {
-        let effects = pair.send(9, Command::Signal { channel: b"s.x", payload: b"p" });
+        let effects =
+            pair.send(9, Command::Signal(command::Signal { channel: b"s.x", payload: b"p" }));
         assert_eq!(answers(&effects), [(9, Outcome::Number(2))]);
         let grouped = effects.iter().find_map(|effect| match effect {
             Effect::Push { session, group: Some(_), .. } => Some(session.0),
@@ -1664,9 +1710,9 @@ fn promise_33_queue_groups() {
     };
     assert_eq!([turn(&mut pair), turn(&mut pair)], [1, 2]);
     // The one whose turn it was not leaves, and it is still the third one's turn.
-    pair.send(1, Command::Unsubscribe(listen(b"g")));
+    pair.send(1, Command::Unsubscribe(command::Unsubscribe { from: listen(b"g") }));
     assert_eq!([turn(&mut pair), turn(&mut pair), turn(&mut pair)], [3, 2, 3]);
-    let command = Command::Signal { channel: b"s.*", payload: b"p" };
+    let command = Command::Signal(command::Signal { channel: b"s.*", payload: b"p" });
     assert_eq!(pair.ask(9, command), refused(Refusal::BadPattern));
 }
 
@@ -1677,22 +1723,34 @@ fn promise_48_tokens() {
     let watch = |pattern| Subscription::Changes { pattern, from: None };
     let listen = |pattern| Subscription::Signals { pattern, group: b"g" };
     for subscription in [watch(b"*.*.*.*"), watch(b"a.b.c.>"), listen(b"a.b.c.d"), listen(b"...")] {
-        let command = Command::Subscribe(subscription);
+        let command = Command::Subscribe(command::Subscribe { to: subscription });
         assert_eq!(pair.ask(1, command), refused(Refusal::BadPattern));
-        assert_eq!(pair.ask(1, Command::Unsubscribe(subscription)), Outcome::Done);
+        assert_eq!(
+            pair.ask(1, Command::Unsubscribe(command::Unsubscribe { from: subscription })),
+            Outcome::Done
+        );
     }
     for subscription in [watch(b"*.*.*"), listen(b"a.b.>"), listen(b"..")] {
-        assert_eq!(pair.ask(1, Command::Subscribe(subscription)), Outcome::Done);
+        assert_eq!(
+            pair.ask(1, Command::Subscribe(command::Subscribe { to: subscription })),
+            Outcome::Done
+        );
     }
     let leaders = Subscription::Leaders { key: b"a.b.c.d.e" };
-    assert_eq!(pair.ask(1, Command::Subscribe(leaders)), Outcome::Done, "a key is no pattern");
+    assert_eq!(
+        pair.ask(1, Command::Subscribe(command::Subscribe { to: leaders })),
+        Outcome::Done,
+        "a key is no pattern"
+    );
 }
 
 /// GUARANTEES 48: subscriptions are counted and weighed, per session and in all.
 #[test]
 fn promise_48_subscriptions() {
     let full = refused(Refusal::MaxSubscriptions);
-    let listen = |pattern, group| Command::Subscribe(Subscription::Signals { pattern, group });
+    let listen = |pattern, group| {
+        Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
+    };
     let mut pair = Pair::new(Limits {
         subscriptions_max: 2,
         subscription_bytes_max: 10,
@@ -1711,7 +1769,9 @@ fn promise_48_subscriptions() {
     assert_eq!(pair.ask(2, listen(b"c", b"")), full, "two for each");
     assert_eq!(pair.ask(3, listen(b"d", b"")), Outcome::Done);
     assert_eq!(pair.ask(3, listen(b"e", b"")), full, "four in all");
-    let unlisten = Command::Unsubscribe(Subscription::Signals { pattern: b"a", group: b"" });
+    let unlisten = Command::Unsubscribe(command::Unsubscribe {
+        from: Subscription::Signals { pattern: b"a", group: b"" },
+    });
     assert_eq!(pair.ask(2, unlisten), Outcome::Done, "the end of one is never refused");
     assert_eq!(pair.ask(3, listen(b"e", b"")), Outcome::Done);
     // Also without a connection they are there, and with their session they go.
@@ -1726,16 +1786,27 @@ fn promise_48_subscriptions() {
 #[test]
 fn promise_48_detached_sessions_do_not_listen() {
     let mut pair = Pair::new(Limits::default());
-    let signals = |group| Command::Subscribe(Subscription::Signals { pattern: b"s.*", group });
+    let signals = |group| {
+        Command::Subscribe(command::Subscribe {
+            to: Subscription::Signals { pattern: b"s.*", group },
+        })
+    };
     for session in [1, 2] {
         pair.send(session, signals(b"g"));
         pair.send(session, signals(b""));
-        pair.send(session, Command::Subscribe(Subscription::Leaders { key: b"e" }));
+        pair.send(
+            session,
+            Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } }),
+        );
         let (pattern, from) = (b">", None);
-        pair.send(session, Command::Subscribe(Subscription::Changes { pattern, from }));
+        pair.send(
+            session,
+            Command::Subscribe(command::Subscribe { to: Subscription::Changes { pattern, from } }),
+        );
     }
     let told = |pair: &mut Pair| {
-        let effects = pair.send(9, Command::Signal { channel: b"s.x", payload: b"p" });
+        let effects =
+            pair.send(9, Command::Signal(command::Signal { channel: b"s.x", payload: b"p" }));
         let count = answers(&effects)[0].1.clone();
         (count, pushes(&effects, 1).len(), pushes(&effects, 2).len())
     };
@@ -1773,8 +1844,10 @@ fn promise_48_from_version_2_on() {
         effects
     };
     let long = b"*.".repeat(100);
-    let listen = |pattern, group| Command::Subscribe(Subscription::Signals { pattern, group });
-    let signal = Command::Signal { channel: b"x", payload: b"p" };
+    let listen = |pattern, group| {
+        Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
+    };
+    let signal = Command::Signal(command::Signal { channel: b"x", payload: b"p" });
     send(&mut store, 1, listen(b">", b"g"));
     assert_eq!(answers(&send(&mut store, 1, listen(&long, b""))), [(1, Outcome::Done)]);
     send(&mut store, 1, Command::Detach { until: Timestamp(50) });
@@ -1793,7 +1866,9 @@ fn promise_48_from_version_2_on() {
     assert_eq!(store.view_session(SessionId(1)).subscriptions, 2);
     let refusal = refused(Refusal::BadPattern);
     assert_eq!(answers(&send(&mut store, 2, listen(&long, b""))), [(2, refusal)]);
-    let unlisten = Command::Unsubscribe(Subscription::Signals { pattern: &long, group: b"" });
+    let unlisten = Command::Unsubscribe(command::Unsubscribe {
+        from: Subscription::Signals { pattern: &long, group: b"" },
+    });
     send(&mut store, 1, unlisten);
     assert_eq!(store.view_session(SessionId(1)).subscriptions, 1);
 

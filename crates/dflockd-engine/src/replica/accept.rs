@@ -1,5 +1,7 @@
 //! The accepting side of a [`Replica`]: what this node's clients asked for and what has become of it; reads.
 
+use dflockd_core::command;
+
 use super::lead::Accepted;
 use super::*;
 
@@ -133,7 +135,7 @@ impl Replica {
                 epoch: 0,
                 request: RequestId(0),
                 keep: false,
-                action: Action::Command(Command::Cancel { request }),
+                action: Action::Command(command::Cancel { request }.into()),
             });
         }
         for (session, request) in give_up {

@@ -3,8 +3,7 @@
 //!
 //! What all of them are made of is here; the rest is in `item.rs`, `payload.rs`, `message.rs` and `frame.rs`.
 //!
-//! Numbers are little-endian and of fixed width, byte strings have a length of 32 bits in front, a flag is a byte that
-//! is 0 or 1, and every value has exactly one form. Only what is rare is written by `postcard`:
+//! Numbers, flags and byte strings have the form of [`dflockd_core::field`], as the fields of commands do. Only what is rare is written by `postcard`:
 //! [`Order`](super::types::Order), [`MemberChange`](super::types::MemberChange), the start of a node, what operators
 //! send.
 //!
@@ -14,6 +13,7 @@
 //! A decoder accepts all that its encoder can write, never panics, looks at a size before it allocates, and leaves
 //! meaning to others: an entry that some node accepted must not be one that another can not read.
 
+use dflockd_core::field::{self, Field};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -59,6 +59,12 @@ pub enum Malformed {
     Form(&'static str),
 }
 
+impl From<field::Malformed> for Malformed {
+    fn from(field::Malformed(form): field::Malformed) -> Self {
+        Self::Form(form)
+    }
+}
+
 const SHORT: Malformed = Malformed::Form("ends too early");
 const TRAILING: Malformed = Malformed::Form("goes on behind its end");
 
@@ -94,7 +100,7 @@ macro_rules! numbered {
         }
 
         fn $take(input: &mut &[u8]) -> Result<$type, Malformed> {
-            match take_u8(input)? {
+            match take::<u8>(input)? {
                 $($number => Ok($type::$variant),)+
                 _ => Err(Malformed::Form(concat!("an unknown ", stringify!($type)))),
             }
@@ -104,83 +110,22 @@ macro_rules! numbered {
 
 use numbered;
 
-fn put_bool(out: &mut Vec<u8>, value: bool) {
-    out.push(value.into());
-}
-
-fn put_u16(out: &mut Vec<u8>, value: u16) {
-    out.extend_from_slice(&value.to_le_bytes());
-}
-
-fn put_u32(out: &mut Vec<u8>, value: u32) {
-    out.extend_from_slice(&value.to_le_bytes());
-}
-
-fn put_u64(out: &mut Vec<u8>, value: u64) {
-    out.extend_from_slice(&value.to_le_bytes());
-}
-
-fn put_i64(out: &mut Vec<u8>, value: i64) {
-    out.extend_from_slice(&value.to_le_bytes());
-}
-
-fn put_option(out: &mut Vec<u8>, value: Option<u64>) {
-    put_bool(out, value.is_some());
-    if let Some(value) = value {
-        put_u64(out, value);
-    }
-}
-
 fn put_len(out: &mut Vec<u8>, len: usize) {
-    put_u32(out, u32::try_from(len).expect("nothing has more than a few megabytes"));
+    u32::try_from(len).expect("nothing has more than a few megabytes").put(out);
 }
 
 fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
-    put_len(out, bytes.len());
-    out.extend_from_slice(bytes);
+    bytes.put(out);
 }
 
-fn take_array<const N: usize>(input: &mut &[u8]) -> Result<[u8; N], Malformed> {
-    let (array, rest) = input.split_first_chunk().ok_or(SHORT)?;
-    *input = rest;
-    Ok(*array)
-}
-
-fn take_u8(input: &mut &[u8]) -> Result<u8, Malformed> {
-    take_array(input).map(u8::from_le_bytes)
-}
-
-fn take_u16(input: &mut &[u8]) -> Result<u16, Malformed> {
-    take_array(input).map(u16::from_le_bytes)
-}
-
-fn take_u32(input: &mut &[u8]) -> Result<u32, Malformed> {
-    take_array(input).map(u32::from_le_bytes)
-}
-
-fn take_u64(input: &mut &[u8]) -> Result<u64, Malformed> {
-    take_array(input).map(u64::from_le_bytes)
-}
-
-fn take_i64(input: &mut &[u8]) -> Result<i64, Malformed> {
-    take_array(input).map(i64::from_le_bytes)
-}
-
-fn take_bool(input: &mut &[u8]) -> Result<bool, Malformed> {
-    match take_u8(input)? {
-        0 => Ok(false),
-        1 => Ok(true),
-        _ => Err(Malformed::Form("a flag that is neither 0 nor 1")),
-    }
-}
-
-fn take_option(input: &mut &[u8]) -> Result<Option<u64>, Malformed> {
-    Ok(if take_bool(input)? { Some(take_u64(input)?) } else { None })
+#[inline]
+fn take<'a, T: Field<'a>>(input: &mut &'a [u8]) -> Result<T, Malformed> {
+    Ok(T::take(input)?)
 }
 
 /// A number of things of at least `bytes_min` each: not more than can still follow.
 fn take_len(input: &mut &[u8], max: usize, bytes_min: usize) -> Result<usize, Malformed> {
-    let len = usize::try_from(take_u32(input)?).map_err(|_| SHORT)?;
+    let len = usize::try_from(take::<u32>(input)?).map_err(|_| SHORT)?;
     if len > max {
         return Err(Malformed::Form("too many of something"));
     }
@@ -188,13 +133,6 @@ fn take_len(input: &mut &[u8], max: usize, bytes_min: usize) -> Result<usize, Ma
         return Err(SHORT);
     }
     Ok(len)
-}
-
-fn take_bytes<'a>(input: &mut &'a [u8]) -> Result<&'a [u8], Malformed> {
-    let len = usize::try_from(take_u32(input)?).map_err(|_| SHORT)?;
-    let (bytes, rest) = input.split_at_checked(len).ok_or(SHORT)?;
-    *input = rest;
-    Ok(bytes)
 }
 
 fn at_end(input: &[u8]) -> Result<(), Malformed> {

@@ -562,7 +562,7 @@ impl Machine {
             action,
             Action::Undo(_)
                 | Action::Close { .. }
-                | Action::Command(Command::Cancel { .. })
+                | Action::Command(Command::Cancel(_))
                 | Action::Doors(_)
         );
         if (!is_own || is_dead) && !always {
@@ -795,6 +795,7 @@ fn reply(caller: Caller, outcome: Outcome, events: &mut Vec<Event>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use dflockd_core::command;
 
     /// The version of the next entry, also in a cluster that is ahead of this program.
     fn written(machine: &Machine) -> u32 {
@@ -1029,7 +1030,7 @@ mod tests {
         let acquire = |key, seconds| {
             let (wait, lease) = (Span::from_secs(seconds), Some(Span::from_secs(600)));
             let mode = dflockd_core::Mode::Mutex;
-            Action::Command(Command::Acquire { key, mode, wait, lease, salt: 7 })
+            Action::Command(Command::Acquire(command::Acquire { key, mode, wait, lease, salt: 7 }))
         };
         let granted = |events: &[Event], to| {
             let is_grant = |event: &Event| {

@@ -32,8 +32,7 @@ use std::collections::{BTreeMap, VecDeque};
 use bytes::Bytes;
 use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
-    Command, Effect, Outcome, Progress, Query, Refusal, RequestId, SessionId, Span, Timestamp,
-    Urgency,
+    Effect, Outcome, Progress, Query, Refusal, RequestId, SessionId, Span, Timestamp, Urgency,
 };
 use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
 use ring::digest;

@@ -177,7 +177,7 @@ impl Inputs {
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::{Command, End};
+    use dflockd_core::{Command, End, command};
 
     use super::*;
     use crate::replica::types::Action;
@@ -200,14 +200,14 @@ mod tests {
     fn bytes_that_wait_have_a_bound() {
         let mut inputs = Inputs::default();
         let value = vec![7; 1 << 20];
-        let set = || Command::Push { key: b"k", end: End::Left, value: &value };
+        let set = || Command::Push(command::Push { key: b"k", end: End::Left, value: &value });
         let mut taken = 0;
         while put(&mut inputs, set()) {
             taken += 1;
             assert!(taken <= 64, "there is no bound");
         }
         assert!(inputs.items.len() <= ITEMS_BYTES_MAX + (1 << 20) + 100);
-        assert!(put(&mut inputs, Command::Cancel { request: RequestId(9) }));
+        assert!(put(&mut inputs, Command::Cancel(command::Cancel { request: RequestId(9) })));
         let mut seen = 0;
         inputs.take_items(|_, _| seen += 1);
         inputs.tidy();
@@ -221,8 +221,8 @@ mod tests {
     #[test]
     fn items_that_wait_have_a_bound() {
         let mut inputs = Inputs::default();
-        let add = || Command::Add { key: b"k", delta: 1, decrement: false };
-        let renew = || Command::RenewSession { lease: Span::from_secs(9) };
+        let add = || Command::Add(command::Add { key: b"k", delta: 1, decrement: false });
+        let renew = || Command::RenewSession(command::RenewSession { lease: Span::from_secs(9) });
         for _ in 0..=ITEMS_MAX {
             assert!(put(&mut inputs, add()));
         }
@@ -231,7 +231,7 @@ mod tests {
             assert!(put(&mut inputs, renew()));
         }
         assert!(!put(&mut inputs, renew()));
-        assert!(put(&mut inputs, Command::Cancel { request: RequestId(9) }));
+        assert!(put(&mut inputs, Command::Cancel(command::Cancel { request: RequestId(9) })));
         inputs.take_items(|_, _| ());
         inputs.tidy();
         assert!(inputs.heads.capacity() <= COUNT_KEPT, "what was large is given back");

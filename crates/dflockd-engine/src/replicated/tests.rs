@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use dflockd_core::{End, Fence, Limits, Space, Token};
+use dflockd_core::{End, Fence, Limits, Space, Token, command};
 
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
@@ -106,7 +106,7 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     let answers = Arc::new(Answers::default());
     let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
     let add = |request: u64| {
-        let command = Command::Add { key: b"count", delta: 1, decrement: false };
+        let command = Command::Add(command::Add { key: b"count", delta: 1, decrement: false });
         member.submit(&client, RequestId(request), false, command)
     };
     assert!(matches!(add(1), Submitted::Later(_)));
@@ -115,7 +115,7 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     let seat = member.seat.lock();
     let value = vec![7; 64 << 10];
     let push = |request| {
-        let command = Command::Push { key: b"list", end: End::Left, value: &value };
+        let command = Command::Push(command::Push { key: b"list", end: End::Left, value: &value });
         member.submit(&client, RequestId(request), false, command)
     };
     let mut taken = 0;
@@ -130,7 +130,8 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     assert!(matches!(refused, Outcome::Refused(Refusal::Unavailable)), "{refused:?}");
     assert!(matches!(add(2), Submitted::Done(Outcome::Refused(Refusal::Unavailable))));
     let token = Token { fence: Fence(1), salt: 1 };
-    let release = Command::Release { key: b"k", space: Space::Locks, token, resign: false };
+    let release =
+        Command::Release(command::Release { key: b"k", space: Space::Locks, token, resign: false });
     assert!(matches!(
         member.submit(&client, RequestId(3_000_000), false, release),
         Submitted::Later(_)
@@ -205,13 +206,18 @@ fn the_end_of_a_session_is_not_lost_behind_a_full_backlog() {
         replica.submit(&item, Some(Span::ZERO))
     };
     let value = vec![7; 1 << 20];
-    let push = || Action::Command(Command::Push { key: b"k", end: End::Left, value: &value });
+    let push = || {
+        Action::Command(Command::Push(command::Push { key: b"k", end: End::Left, value: &value }))
+    };
     let mut taken = 0;
     while submit(taken, push()) {
         taken += 1;
         assert!(taken <= 128, "there is no bound");
     }
-    assert!(submit(1000, Action::Command(Command::RenewSession { lease: Span::from_secs(9) })));
+    assert!(submit(
+        1000,
+        Action::Command(Command::RenewSession(command::RenewSession { lease: Span::from_secs(9) }))
+    ));
     assert!(submit(1001, Action::Close { orderly: true, referenced: false }));
     assert!(!submit(1002, push()));
 }

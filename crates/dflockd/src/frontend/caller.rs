@@ -721,7 +721,7 @@ impl Sink for Desk {
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::{Mode, Span};
+    use dflockd_core::{Mode, Span, command};
     use dflockd_engine::Clock;
 
     use super::*;
@@ -737,7 +737,13 @@ mod tests {
     }
 
     fn acquire(wait: Span) -> Command<'static> {
-        Command::Acquire { key: b"k", mode: Mode::Mutex, wait, lease: None, salt: 7 }
+        Command::Acquire(command::Acquire {
+            key: b"k",
+            mode: Mode::Mutex,
+            wait,
+            lease: None,
+            salt: 7,
+        })
     }
 
     /// A session that holds the lock, and one with many calls that wait for it.

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::thread;
 
-use dflockd_core::{RequestId, Subscription};
+use dflockd_core::{RequestId, Subscription, command};
 use dflockd_engine::replica::codec;
 use dflockd_engine::replica::disk::RealDisk;
 use dflockd_engine::replica::log::{LogBatch, LogOptions, LogStore};
@@ -191,7 +191,7 @@ fn add_long_watches(dir: &Dir, count: u16) {
     for number in 0..count {
         let pattern = long_pattern(number.into());
         let to = Subscription::Changes { pattern: pattern.as_bytes(), from: None };
-        let action = Action::Command(dflockd_core::Command::Subscribe(to));
+        let action = Action::Command(dflockd_core::Command::Subscribe(command::Subscribe { to }));
         let (session, request) = (run.session(7), RequestId(number.into()));
         let item = Item { session, epoch: 0, request, keep: false, action };
         codec::put_item(&mut items, &item);

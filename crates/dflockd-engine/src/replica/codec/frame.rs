@@ -4,14 +4,12 @@ use std::fmt;
 
 use bytes::Bytes;
 use dflockd_core::Timestamp;
+use dflockd_core::field::Field;
 use raft::eraftpb::Message;
 
 use super::message::{message_bytes, put_message, take_message};
 use super::payload::{Batch, put_batch_body};
-use super::{
-    BATCH_BYTES_MAX, FRAME_BYTES_MAX, Malformed, at_end, put_bool, put_bytes, put_u32, put_u64,
-    take_array, take_bool, take_bytes, take_u8, take_u32, take_u64,
-};
+use super::{BATCH_BYTES_MAX, FRAME_BYTES_MAX, Malformed, at_end, put_bytes, take};
 use crate::replica::types::Run;
 
 /// Every kind of frame, once.
@@ -104,7 +102,7 @@ impl Frame {
         match self {
             Self::Raft { time, message } => {
                 out.push(kind::RAFT);
-                put_u64(&mut out, time.0);
+                time.0.put(&mut out);
                 put_message(&mut out, message);
             }
             Self::Forward(batch) => {
@@ -114,33 +112,33 @@ impl Frame {
             }
             Self::Expect { term, run, seq } => {
                 out.push(kind::EXPECT);
-                put_u64(&mut out, *term);
-                put_u32(&mut out, run.0);
-                put_u64(&mut out, *seq);
+                term.put(&mut out);
+                run.0.put(&mut out);
+                seq.put(&mut out);
             }
             Self::Chunk { transfer, offset, total, digest, keep_only, header, data } => {
                 out.push(kind::CHUNK);
-                put_u64(&mut out, *transfer);
-                put_u64(&mut out, *offset);
-                put_u64(&mut out, *total);
+                transfer.put(&mut out);
+                offset.put(&mut out);
+                total.put(&mut out);
                 out.extend_from_slice(digest);
-                put_bool(&mut out, *keep_only);
+                keep_only.put(&mut out);
                 put_bytes(&mut out, header);
                 put_bytes(&mut out, data);
             }
             Self::ChunkAck { transfer, received } => {
                 out.push(kind::CHUNK_ACK);
-                put_u64(&mut out, *transfer);
-                put_u64(&mut out, *received);
+                transfer.put(&mut out);
+                received.put(&mut out);
             }
             Self::Admin { id, request } => {
                 out.push(kind::ADMIN);
-                put_u64(&mut out, *id);
+                id.put(&mut out);
                 put_bytes(&mut out, request);
             }
             Self::AdminReply { id, reply } => {
                 out.push(kind::ADMIN_REPLY);
-                put_u64(&mut out, *id);
+                id.put(&mut out);
                 put_bytes(&mut out, reply);
             }
             Self::Members { members } => {
@@ -164,37 +162,29 @@ impl Frame {
     }
 
     fn take(bytes: &Bytes, input: &mut &[u8]) -> Result<Self, Malformed> {
-        Ok(match take_u8(input)? {
-            kind::RAFT => Self::Raft {
-                time: Timestamp(take_u64(input)?),
-                message: take_message(bytes, input)?,
-            },
+        Ok(match take(input)? {
+            kind::RAFT => {
+                Self::Raft { time: Timestamp(take(input)?), message: take_message(bytes, input)? }
+            }
             kind::FORWARD => Self::Forward(Batch::take(bytes, input)?),
-            kind::EXPECT => Self::Expect {
-                term: take_u64(input)?,
-                run: Run(take_u32(input)?),
-                seq: take_u64(input)?,
-            },
+            kind::EXPECT => {
+                Self::Expect { term: take(input)?, run: Run(take(input)?), seq: take(input)? }
+            }
             kind::CHUNK => Self::Chunk {
-                transfer: take_u64(input)?,
-                offset: take_u64(input)?,
-                total: take_u64(input)?,
-                digest: take_array(input)?,
-                keep_only: take_bool(input)?,
-                header: bytes.slice_ref(take_bytes(input)?),
-                data: bytes.slice_ref(take_bytes(input)?),
+                transfer: take(input)?,
+                offset: take(input)?,
+                total: take(input)?,
+                digest: take(input)?,
+                keep_only: take(input)?,
+                header: bytes.slice_ref(take(input)?),
+                data: bytes.slice_ref(take(input)?),
             },
-            kind::CHUNK_ACK => {
-                Self::ChunkAck { transfer: take_u64(input)?, received: take_u64(input)? }
+            kind::CHUNK_ACK => Self::ChunkAck { transfer: take(input)?, received: take(input)? },
+            kind::ADMIN => Self::Admin { id: take(input)?, request: bytes.slice_ref(take(input)?) },
+            kind::ADMIN_REPLY => {
+                Self::AdminReply { id: take(input)?, reply: bytes.slice_ref(take(input)?) }
             }
-            kind::ADMIN => {
-                Self::Admin { id: take_u64(input)?, request: bytes.slice_ref(take_bytes(input)?) }
-            }
-            kind::ADMIN_REPLY => Self::AdminReply {
-                id: take_u64(input)?,
-                reply: bytes.slice_ref(take_bytes(input)?),
-            },
-            kind::MEMBERS => Self::Members { members: bytes.slice_ref(take_bytes(input)?) },
+            kind::MEMBERS => Self::Members { members: bytes.slice_ref(take(input)?) },
             _ => return Err(Malformed::Form("an unknown kind of frame")),
         })
     }

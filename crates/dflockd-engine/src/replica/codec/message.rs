@@ -1,13 +1,14 @@
 //! Messages of the Raft library, and the entries and the metadata of snapshots in them.
 
 use bytes::Bytes;
+use dflockd_core::field::Field;
 use raft::eraftpb::{
     ConfState, Entry, EntryType, Message, MessageType, Snapshot, SnapshotMetadata,
 };
 
 use super::{
-    CONF_IDS_MAX, ENTRIES_MAX, ENTRY_BYTES_MAX, Malformed, at_end, numbered, put_bool, put_bytes,
-    put_i64, put_len, put_u64, take_bool, take_bytes, take_i64, take_len, take_u8, take_u64,
+    CONF_IDS_MAX, ENTRIES_MAX, ENTRY_BYTES_MAX, Malformed, at_end, numbered, put_bytes, put_len,
+    take, take_len,
 };
 
 /// A message as bytes, without the data of its snapshot.
@@ -42,19 +43,19 @@ pub(super) const ENTRY_HEAD_BYTES: usize = 1 + 2 * 8 + 2 * 4;
 // `deprecated_priority` and `sync_log` are left out: the first repeats `priority`, nobody reads the second.
 pub(super) fn put_message(out: &mut Vec<u8>, message: &Message) {
     put_message_type(out, message.msg_type);
-    put_bool(out, message.reject);
-    put_u64(out, message.to);
-    put_u64(out, message.from);
-    put_u64(out, message.term);
-    put_u64(out, message.log_term);
-    put_u64(out, message.index);
-    put_u64(out, message.commit);
-    put_u64(out, message.commit_term);
-    put_u64(out, message.request_snapshot);
-    put_u64(out, message.reject_hint);
-    put_i64(out, message.priority);
+    message.reject.put(out);
+    message.to.put(out);
+    message.from.put(out);
+    message.term.put(out);
+    message.log_term.put(out);
+    message.index.put(out);
+    message.commit.put(out);
+    message.commit_term.put(out);
+    message.request_snapshot.put(out);
+    message.reject_hint.put(out);
+    message.priority.put(out);
     put_bytes(out, &message.context);
-    put_bool(out, message.has_snapshot());
+    message.has_snapshot().put(out);
     if message.has_snapshot() {
         put_metadata(out, message.get_snapshot().get_metadata());
     }
@@ -68,21 +69,21 @@ pub(super) fn put_message(out: &mut Vec<u8>, message: &Message) {
 pub(super) fn take_message(frame: &Bytes, input: &mut &[u8]) -> Result<Message, Malformed> {
     let mut message = Message {
         msg_type: take_message_type(input)?,
-        reject: take_bool(input)?,
-        to: take_u64(input)?,
-        from: take_u64(input)?,
-        term: take_u64(input)?,
-        log_term: take_u64(input)?,
-        index: take_u64(input)?,
-        commit: take_u64(input)?,
-        commit_term: take_u64(input)?,
-        request_snapshot: take_u64(input)?,
-        reject_hint: take_u64(input)?,
-        priority: take_i64(input)?,
-        context: frame.slice_ref(take_bytes(input)?),
+        reject: take(input)?,
+        to: take(input)?,
+        from: take(input)?,
+        term: take(input)?,
+        log_term: take(input)?,
+        index: take(input)?,
+        commit: take(input)?,
+        commit_term: take(input)?,
+        request_snapshot: take(input)?,
+        reject_hint: take(input)?,
+        priority: take(input)?,
+        context: frame.slice_ref(take(input)?),
         ..Message::default()
     };
-    if take_bool(input)? {
+    if take(input)? {
         let mut snapshot = Snapshot::default();
         snapshot.set_metadata(take_metadata(input)?);
         message.set_snapshot(snapshot);
@@ -118,8 +119,8 @@ fn check_entries(message: &Message) -> Result<(), Malformed> {
 fn put_entry(out: &mut Vec<u8>, entry: &Entry) {
     debug_assert!(entry.data.len() <= ENTRY_BYTES_MAX, "an entry that nobody takes");
     put_entry_type(out, entry.entry_type);
-    put_u64(out, entry.term);
-    put_u64(out, entry.index);
+    entry.term.put(out);
+    entry.index.put(out);
     put_bytes(out, &entry.context);
     put_bytes(out, &entry.data);
 }
@@ -127,8 +128,8 @@ fn put_entry(out: &mut Vec<u8>, entry: &Entry) {
 fn take_entry(frame: &Bytes, input: &mut &[u8]) -> Result<Entry, Malformed> {
     Ok(Entry {
         entry_type: take_entry_type(input)?,
-        term: take_u64(input)?,
-        index: take_u64(input)?,
+        term: take(input)?,
+        index: take(input)?,
         context: frame.slice_ref(take_entry_bytes(input)?),
         data: frame.slice_ref(take_entry_bytes(input)?),
         ..Entry::default()
@@ -136,7 +137,7 @@ fn take_entry(frame: &Bytes, input: &mut &[u8]) -> Result<Entry, Malformed> {
 }
 
 fn take_entry_bytes<'a>(input: &mut &'a [u8]) -> Result<&'a [u8], Malformed> {
-    let bytes = take_bytes(input)?;
+    let bytes = take::<&[u8]>(input)?;
     if bytes.len() > ENTRY_BYTES_MAX {
         return Err(Malformed::Form("an entry that is too large"));
     }
@@ -144,27 +145,27 @@ fn take_entry_bytes<'a>(input: &mut &'a [u8]) -> Result<&'a [u8], Malformed> {
 }
 
 fn put_metadata(out: &mut Vec<u8>, metadata: &SnapshotMetadata) {
-    put_u64(out, metadata.index);
-    put_u64(out, metadata.term);
+    metadata.index.put(out);
+    metadata.term.put(out);
     let conf = metadata.get_conf_state();
-    put_bool(out, conf.auto_leave);
+    conf.auto_leave.put(out);
     for ids in [&conf.voters, &conf.learners, &conf.voters_outgoing, &conf.learners_next] {
         put_len(out, ids.len());
         for &id in ids {
-            put_u64(out, id);
+            id.put(out);
         }
     }
 }
 
 fn take_metadata(input: &mut &[u8]) -> Result<SnapshotMetadata, Malformed> {
     let mut metadata =
-        SnapshotMetadata { index: take_u64(input)?, term: take_u64(input)?, ..Default::default() };
-    let auto_leave = take_bool(input)?;
+        SnapshotMetadata { index: take(input)?, term: take(input)?, ..Default::default() };
+    let auto_leave = take(input)?;
     let mut left = CONF_IDS_MAX;
     let mut take_ids = || {
         let count = take_len(input, left, size_of::<u64>())?;
         left -= count;
-        (0..count).map(|_| take_u64(input)).collect::<Result<Vec<_>, _>>()
+        (0..count).map(|_| take(input)).collect::<Result<Vec<_>, _>>()
     };
     metadata.set_conf_state(ConfState {
         voters: take_ids()?,

@@ -6,11 +6,12 @@ use std::iter::FusedIterator;
 
 use bytes::Bytes;
 use dflockd_core::Timestamp;
+use dflockd_core::field::Field;
 
 use super::item::take_item;
 use super::{
-    BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, at_end, pack, put_bytes, put_u16, put_u32,
-    put_u64, take_bytes, take_u8, take_u16, take_u32, take_u64, unpack, unpack_first,
+    BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, at_end, pack, put_bytes, take, unpack,
+    unpack_first,
 };
 use crate::replica::types::{Item, MemberChange, Order, Policy, Run};
 use crate::replica::version;
@@ -45,7 +46,7 @@ pub enum Section<'a> {
 /// If that is above 255.
 pub fn begin_payload(out: &mut Vec<u8>, version: u32, stamp: Timestamp) {
     out.push(u8::try_from(version).expect("there are few versions"));
-    put_u64(out, stamp.0);
+    stamp.0.put(out);
 }
 
 /// Appends `count` items, which [`put_item`](super::put_item) has written one behind the other, to a payload.
@@ -102,7 +103,7 @@ pub fn sections(payload: &[u8]) -> Sections<'_> {
 
 fn take_stamp(payload: &mut &[u8]) -> Result<Timestamp, Malformed> {
     take_version(payload)?;
-    Ok(Timestamp(take_u64(payload)?))
+    Ok(Timestamp(take(payload)?))
 }
 
 /// See [`sections`].
@@ -119,14 +120,14 @@ impl<'a> Sections<'a> {
         if let Some(error) = self.failed.take() {
             return Err(error);
         }
-        match take_u8(&mut self.rest)? {
+        match take(&mut self.rest)? {
             section::BATCH => {
                 let (run, first_seq, count, items) = take_batch_body(&mut self.rest)?;
                 let items = Items { left: count, rest: items };
                 Ok(Section::Batch { run, first_seq, count, items })
             }
             section::ORDER => {
-                let order = take_order(self.version, take_bytes(&mut self.rest)?)?;
+                let order = take_order(self.version, take(&mut self.rest)?)?;
                 Ok(Section::Order(order))
             }
             _ => Err(Malformed::Form("an unknown kind of section")),
@@ -191,20 +192,20 @@ pub(super) fn put_batch_body(
     count: u16,
     items: &[u8],
 ) {
-    put_u32(out, run.0);
-    put_u64(out, first_seq);
-    put_u16(out, count);
+    run.0.put(out);
+    first_seq.put(out);
+    count.put(out);
     put_bytes(out, items);
 }
 
 fn take_batch_body<'a>(input: &mut &'a [u8]) -> Result<(Run, u64, u16, &'a [u8]), Malformed> {
-    let run = Run(take_u32(input)?);
-    let first_seq = take_u64(input)?;
-    let count = take_u16(input)?;
+    let run = Run(take(input)?);
+    let first_seq = take::<u64>(input)?;
+    let count = take::<u16>(input)?;
     if first_seq.checked_add(count.into()).is_none() {
         return Err(Malformed::Form("runs out of numbers"));
     }
-    Ok((run, first_seq, count, take_bytes(input)?))
+    Ok((run, first_seq, count, take(input)?))
 }
 
 /// Items on their way to the leader. Their bytes go into the entry as they are.
@@ -279,7 +280,7 @@ pub fn decode_member_change(mut context: &[u8]) -> Result<MemberChange, Malforme
 }
 
 fn take_version(input: &mut &[u8]) -> Result<(), Malformed> {
-    match take_u8(input)? {
+    match take(input)? {
         0 => Err(Malformed::Form("of no version")),
         known if u32::from(known) <= version::newest() => Ok(()),
         later => Err(Malformed::Version(later)),

@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use bytes::Bytes;
 use dflockd_core::{
     Command, End, Expect, Fence, Grant, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
-    Revision, SessionId, Space, Span, Subscription, Timestamp, Token,
+    Revision, SessionId, Space, Span, Subscription, Timestamp, Token, command,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -77,26 +77,26 @@ fn kind_of(action: &Action<'_>) -> &'static str {
         Action::Doors(_) => "doors",
         Action::Undo(_) => "undo",
         Action::Command(command) => match command {
-            Command::Acquire { .. } => "acquire",
-            Command::Enqueue { .. } => "enqueue",
-            Command::Wait { .. } => "wait",
-            Command::Release { .. } => "release",
-            Command::Renew { .. } => "renew",
-            Command::ForceRelease { .. } => "force-release",
-            Command::Add { .. } => "add",
-            Command::CounterSet { .. } => "counter-set",
-            Command::KvSet { .. } => "kv-set",
-            Command::KvDelete { .. } => "kv-delete",
-            Command::KvCompareAndSet { .. } => "kv-compare-and-set",
-            Command::Push { .. } => "push",
-            Command::Pop { .. } => "pop",
-            Command::BarrierWait { .. } => "barrier-wait",
-            Command::Signal { .. } => "signal",
+            Command::Acquire(_) => "acquire",
+            Command::Enqueue(_) => "enqueue",
+            Command::Wait(_) => "wait",
+            Command::Release(_) => "release",
+            Command::Renew(_) => "renew",
+            Command::ForceRelease(_) => "force-release",
+            Command::Add(_) => "add",
+            Command::CounterSet(_) => "counter-set",
+            Command::KvSet(_) => "kv-set",
+            Command::KvDelete(_) => "kv-delete",
+            Command::KvCompareAndSet(_) => "kv-compare-and-set",
+            Command::Push(_) => "push",
+            Command::Pop(_) => "pop",
+            Command::BarrierWait(_) => "barrier-wait",
+            Command::Signal(_) => "signal",
             Command::Subscribe(_) => "subscribe",
             Command::Unsubscribe(_) => "unsubscribe",
-            Command::Cancel { .. } => "cancel",
-            Command::Acknowledge { .. } => "acknowledge",
-            Command::RenewSession { .. } => "renew-session",
+            Command::Cancel(_) => "cancel",
+            Command::Acknowledge(_) => "acknowledge",
+            Command::RenewSession(_) => "renew-session",
             Command::Undo(_)
             | Command::Tick
             | Command::NewTerm
@@ -167,33 +167,50 @@ impl Parts {
         let (mode, space, end, token) = (self.mode(), self.space(), self.end(), self.token());
         let (wait, salt) = (Span(self.a), self.b);
         match self.kind {
-            "acquire" => Command::Acquire { key, mode, wait, lease, salt },
-            "enqueue" => Command::Enqueue { key, mode, lease, salt },
-            "wait" => Command::Wait { key, space, wait },
-            "release" => Command::Release { key, space, token, resign: self.flags[1] },
-            "renew" => Command::Renew { key, space, token, lease },
-            "force-release" => Command::ForceRelease { key, space, fence: Fence(self.a) },
-            "add" => Command::Add { key, delta: self.signed(), decrement: self.flags[0] },
-            "counter-set" => Command::CounterSet { key, value: self.signed() },
-            "kv-set" => Command::KvSet { key, value, ttl: lease },
-            "kv-delete" => Command::KvDelete { key },
+            "acquire" => Command::Acquire(command::Acquire { key, mode, wait, lease, salt }),
+            "enqueue" => Command::Enqueue(command::Enqueue { key, mode, lease, salt }),
+            "wait" => Command::Wait(command::Wait { key, space, wait }),
+            "release" => {
+                Command::Release(command::Release { key, space, token, resign: self.flags[1] })
+            }
+            "renew" => Command::Renew(command::Renew { key, space, token, lease }),
+            "force-release" => {
+                Command::ForceRelease(command::ForceRelease { key, space, fence: Fence(self.a) })
+            }
+            "add" => {
+                Command::Add(command::Add { key, delta: self.signed(), decrement: self.flags[0] })
+            }
+            "counter-set" => Command::CounterSet(command::CounterSet { key, value: self.signed() }),
+            "kv-set" => Command::KvSet(command::KvSet { key, value, ttl: lease }),
+            "kv-delete" => Command::KvDelete(command::KvDelete { key }),
             "kv-compare-and-set" => {
                 let expect = match self.choice % 3 {
                     0 => Expect::Absent,
                     1 => Expect::Value(&self.other),
                     _ => Expect::Revision(Revision(self.a)),
                 };
-                Command::KvCompareAndSet { key, expect, value, ttl: lease }
+                Command::KvCompareAndSet(command::KvCompareAndSet {
+                    key,
+                    expect,
+                    value,
+                    ttl: lease,
+                })
             }
-            "push" => Command::Push { key, end, value },
-            "pop" => Command::Pop { key, end, wait: lease },
-            "barrier-wait" => Command::BarrierWait { key, count: self.number, wait },
-            "signal" => Command::Signal { channel: key, payload: value },
-            "subscribe" => Command::Subscribe(self.subscription()),
-            "unsubscribe" => Command::Unsubscribe(self.subscription()),
-            "cancel" => Command::Cancel { request: RequestId(self.a) },
-            "acknowledge" => Command::Acknowledge { up_to: RequestId(self.a) },
-            "renew-session" => Command::RenewSession { lease: Span(self.a) },
+            "push" => Command::Push(command::Push { key, end, value }),
+            "pop" => Command::Pop(command::Pop { key, end, wait: lease }),
+            "barrier-wait" => {
+                Command::BarrierWait(command::BarrierWait { key, count: self.number, wait })
+            }
+            "signal" => Command::Signal(command::Signal { channel: key, payload: value }),
+            "subscribe" => Command::Subscribe(command::Subscribe { to: self.subscription() }),
+            "unsubscribe" => {
+                Command::Unsubscribe(command::Unsubscribe { from: self.subscription() })
+            }
+            "cancel" => Command::Cancel(command::Cancel { request: RequestId(self.a) }),
+            "acknowledge" => {
+                Command::Acknowledge(command::Acknowledge { up_to: RequestId(self.a) })
+            }
+            "renew-session" => Command::RenewSession(command::RenewSession { lease: Span(self.a) }),
             kind => unreachable!("nothing is made for {kind}"),
         }
     }
@@ -420,7 +437,7 @@ fn decode_payload(bytes: &[u8]) -> Result<(u64, Vec<Part>), Malformed> {
             Section::Order(order) => Part::Order(order),
         })
     });
-    Ok((stamp, parts.collect::<Result<_, _>>()?))
+    Ok((stamp, parts.collect::<Result<_, Malformed>>()?))
 }
 
 fn payload_samples() -> Vec<(String, u64, Vec<Part>)> {
@@ -830,7 +847,7 @@ fn limits() {
     let message = |ids: [usize; 4], entries: usize, data: usize| {
         let mut out = encode_message(&message_sample(MessageType::MsgReadIndexResp)).to_vec();
         out.truncate(out.len() - 5);
-        put_bool(&mut out, true);
+        true.put(&mut out);
         out.extend_from_slice(&[0; 17]);
         for ids in ids {
             put_len(&mut out, ids);
@@ -1092,7 +1109,7 @@ proptest! {
         let item = decode_item(&bytes);
         prop_assert_eq!(kind_of(&parts.action()), parts.kind);
         prop_assert_eq!(&item, &Ok(parts.item()));
-        if let Ok(Item { action: Action::Command(Command::Signal { payload, .. }), .. }) = item {
+        if let Ok(Item { action: Action::Command(Command::Signal(command::Signal { payload, .. })), .. }) = item {
             prop_assert!(payload.is_empty() || bytes.as_ptr_range().contains(&payload.as_ptr()));
         }
         for short in 0..bytes.len() {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use dflockd_core::{
     Command, Expect, Fence, KeyView, LeaderEvent, LockView, Mode, Outcome, Push, Query, Space,
-    Subscription,
+    Subscription, command,
 };
 use dflockd_engine::Door;
 use dflockd_wire::grpc::elections_server::Elections;
@@ -57,7 +57,9 @@ impl Elections for Api {
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let (mode, salt) = (Mode::Election, rand::random());
-        let told = client.execute(Command::Acquire { key, mode, wait, lease, salt }).await?;
+        let told = client
+            .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
+            .await?;
         let grant = granted(&told)?;
         Ok(tell(told, CampaignResponse { grant }))
     }
@@ -73,7 +75,8 @@ impl Elections for Api {
         let lease = Some(client.lease(request.lease_ms)?);
         // That this succeeds shows that it leads.
         let space = Space::Locks;
-        let told = client.execute(Command::Renew { key, space, token, lease }).await?;
+        let told =
+            client.execute(Command::Renew(command::Renew { key, space, token, lease })).await?;
         let (fence, valid_for_ms) = renewed(&told)?;
         self.0.set_value(key, token.fence, value).await?;
         Ok(Response::new(ProclaimResponse { fence, valid_for_ms }))
@@ -88,7 +91,9 @@ impl Elections for Api {
         let token = fields::token(&request.token)?;
         let client = self.0.client(peer, &request).await?;
         let (space, resign) = (Space::Locks, true);
-        let told = client.execute(Command::Release { key, space, token, resign }).await?;
+        let told = client
+            .execute(Command::Release(command::Release { key, space, token, resign }))
+            .await?;
         done(told.outcome())?;
         self.0.forget_value(key, token.fence).await;
         Ok(Response::new(ResignResponse {}))
@@ -108,7 +113,7 @@ impl Elections for Api {
         let label = format!("observer {peer}");
         let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
         let subscription = Subscription::Leaders { key: &key };
-        let answer = caller.call(Command::Subscribe(subscription)).await;
+        let answer = caller.call(Command::Subscribe(command::Subscribe { to: subscription })).await;
         done(answer.map_err(Refused::from)?.outcome())?;
         let values = app.service.feed.follow(&value_key(&key), 1, None).await;
         let values = values.map_err(Refused::by_core)?;
@@ -246,7 +251,12 @@ impl App {
                 }
                 Some((_, _, revision)) => Expect::Revision(revision),
             };
-            let command = Command::KvCompareAndSet { key: &name, expect, value: &entry, ttl: None };
+            let command = Command::KvCompareAndSet(command::KvCompareAndSet {
+                key: &name,
+                expect,
+                value: &entry,
+                ttl: None,
+            });
             let answer = self.common().call(command).await.map_err(|_| Refused::unknown())?;
             let outcome = answer.outcome();
             if matches!(outcome, Outcome::Written(_)) {
@@ -264,7 +274,10 @@ impl App {
         if let Ok(Some((known, _, _))) = self.value(key).await
             && known == fence
         {
-            let _ = self.common().call(Command::KvDelete { key: &value_key(key) }).await;
+            let _ = self
+                .common()
+                .call(Command::KvDelete(command::KvDelete { key: &value_key(key) }))
+                .await;
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use dflockd_core::{Command, Grant as CoreGrant, LockPage, Only, Outcome};
+use dflockd_core::{Command, Grant as CoreGrant, LockPage, Only, Outcome, command};
 use dflockd_wire::TokenText;
 use dflockd_wire::grpc::locks_server::Locks;
 use dflockd_wire::grpc::{
@@ -43,7 +43,9 @@ impl Locks for Api {
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let salt = rand::random();
-        let told = client.execute(Command::Acquire { key, mode, wait, lease, salt }).await?;
+        let told = client
+            .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
+            .await?;
         let grant = granted(&told)?;
         Ok(tell(told, AcquireResponse { grant }))
     }
@@ -58,7 +60,9 @@ impl Locks for Api {
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let (wait, salt) = (dflockd_core::Span::ZERO, rand::random());
-        let told = client.execute(Command::Acquire { key, mode, wait, lease, salt }).await?;
+        let told = client
+            .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
+            .await?;
         let grant = granted(&told)?;
         Ok(tell(told, AcquireResponse { grant }))
     }
@@ -72,7 +76,9 @@ impl Locks for Api {
         let space = fields::space(request.mode)?;
         let token = fields::token(&request.token)?;
         let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Release { key, space, token, resign: false }).await?;
+        let told = client
+            .execute(Command::Release(command::Release { key, space, token, resign: false }))
+            .await?;
         done(told.outcome())?;
         Ok(Response::new(ReleaseResponse {}))
     }
@@ -87,7 +93,8 @@ impl Locks for Api {
         let token = fields::token(&request.token)?;
         let client = self.0.client(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
-        let told = client.execute(Command::Renew { key, space, token, lease }).await?;
+        let told =
+            client.execute(Command::Renew(command::Renew { key, space, token, lease })).await?;
         let (fence, valid_for_ms) = renewed(&told)?;
         Ok(Response::new(RenewResponse { fence, valid_for_ms }))
     }
@@ -102,7 +109,8 @@ impl Locks for Api {
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let salt = rand::random();
-        let told = client.execute(Command::Enqueue { key, mode, lease, salt }).await?;
+        let told =
+            client.execute(Command::Enqueue(command::Enqueue { key, mode, lease, salt })).await?;
         let grant = granted(&told)?;
         Ok(tell(told, EnqueueResponse { grant }))
     }
@@ -113,7 +121,7 @@ impl Locks for Api {
         let space = fields::space(request.mode)?;
         let wait = fields::span(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
-        let told = client.execute(Command::Wait { key, space, wait }).await?;
+        let told = client.execute(Command::Wait(command::Wait { key, space, wait })).await?;
         let grant = granted(&told)?;
         Ok(tell(told, WaitResponse { grant }))
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use dflockd_core::{Command, LostReason, Outcome, Push, Refusal};
+use dflockd_core::{Command, LostReason, Outcome, Push, Refusal, command};
 use dflockd_wire::grpc::sessions_server::Sessions as Service;
 use dflockd_wire::grpc::{
     AttachRequest, AttachResponse, CancelRequest, CancelResponse, CloseRequest, CloseResponse,
@@ -191,10 +191,10 @@ async fn stay(
 async fn renew(session: &Session, ack_through: u64) -> Result<KeepAliveResponse, Refused> {
     session.touch();
     if let Some(up_to) = fields::request(ack_through)? {
-        session.caller.call(Command::Acknowledge { up_to }).await?;
+        session.caller.call(Command::Acknowledge(command::Acknowledge { up_to })).await?;
     }
     let Session { ttl, caller, .. } = session;
-    let renewed = caller.call(Command::RenewSession { lease: *ttl }).await?;
+    let renewed = caller.call(Command::RenewSession(command::RenewSession { lease: *ttl })).await?;
     session.touch();
     let Outcome::Number(renewed) = renewed.outcome() else {
         return Err(Refused::by(renewed.outcome()));

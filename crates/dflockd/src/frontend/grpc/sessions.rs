@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use dflockd_core::{Command, Outcome, RequestId, SessionId, Span};
+use dflockd_core::{Command, Outcome, RequestId, SessionId, Span, command};
 use dflockd_engine::{AddressKey, Door, SessionSecret};
 use parking_lot::Mutex;
 
@@ -358,7 +358,7 @@ impl App {
         let (_, session) = self.session(session, peer).await?;
         let busy = Busy::new(session);
         if let Some(up_to) = ack_through {
-            busy.0.caller.call(Command::Acknowledge { up_to }).await?;
+            busy.0.caller.call(Command::Acknowledge(command::Acknowledge { up_to })).await?;
         }
         Ok(Client { app: Arc::clone(self), who: Who::Session(busy), request })
     }

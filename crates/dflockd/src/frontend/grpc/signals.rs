@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use dflockd_core::{Command, Outcome, Push, Subscription as Wanted};
+use dflockd_core::{Command, Outcome, Push, Subscription as Wanted, command};
 use dflockd_engine::Door;
 use dflockd_wire::grpc::signals_server::Signals;
 use dflockd_wire::grpc::subscribe_response::What;
@@ -36,7 +36,7 @@ impl Signals for Api {
         let (channel, payload) =
             (fields::key(&request.channel)?, fields::payload(&request.payload)?);
         let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Signal { channel, payload }).await?;
+        let told = client.execute(Command::Signal(command::Signal { channel, payload })).await?;
         let Outcome::Number(receivers) = told.outcome() else {
             return Err(Refused::by(told.outcome()).into());
         };
@@ -134,12 +134,17 @@ async fn apply(caller: &Caller, request: &SubscribeRequest) -> Result<(), Refuse
     for subscription in &request.add {
         let (pattern, group) = wanted(subscription)?;
         let wanted = Wanted::Signals { pattern: &pattern, group: &group };
-        done(caller.call(Command::Subscribe(wanted)).await?.outcome())?;
+        done(caller.call(Command::Subscribe(command::Subscribe { to: wanted })).await?.outcome())?;
     }
     for subscription in &request.remove {
         let (pattern, group) = wanted(subscription)?;
         let wanted = Wanted::Signals { pattern: &pattern, group: &group };
-        done(caller.call(Command::Unsubscribe(wanted)).await?.outcome())?;
+        done(
+            caller
+                .call(Command::Unsubscribe(command::Unsubscribe { from: wanted }))
+                .await?
+                .outcome(),
+        )?;
     }
     Ok(())
 }

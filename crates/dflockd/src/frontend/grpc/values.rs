@@ -5,7 +5,7 @@
     reason = "all that a call does not hope for is refused alike"
 )]
 
-use dflockd_core::{Bytes, Command, Expect, Outcome, Query, Revision};
+use dflockd_core::{Bytes, Command, Expect, Outcome, Query, Revision, command};
 use dflockd_wire::grpc::barriers_server::Barriers;
 use dflockd_wire::grpc::compare_and_set_request::Expect as Expected;
 use dflockd_wire::grpc::counters_server::Counters;
@@ -56,8 +56,10 @@ impl Counters for Api {
         // Who subtracts is seen by watchers as one who does.
         let delta = request.delta;
         let command = match delta.checked_neg() {
-            Some(positive @ 1..) => Command::Add { key, delta: positive, decrement: true },
-            _ => Command::Add { key, delta, decrement: false },
+            Some(positive @ 1..) => {
+                Command::Add(command::Add { key, delta: positive, decrement: true })
+            }
+            _ => Command::Add(command::Add { key, delta, decrement: false }),
         };
         let client = self.0.client(peer, &request).await?;
         let value = number(client.execute(command).await?.outcome())?;
@@ -71,7 +73,12 @@ impl Counters for Api {
         let (peer, request) = open(request)?;
         let (key, value) = (fields::key(&request.key)?, request.value);
         let client = self.0.client(peer, &request).await?;
-        done(client.execute(Command::CounterSet { key, value }).await?.outcome())?;
+        done(
+            client
+                .execute(Command::CounterSet(command::CounterSet { key, value }))
+                .await?
+                .outcome(),
+        )?;
         Ok(Response::new(CounterResponse { value }))
     }
 }
@@ -98,7 +105,7 @@ impl Kv for Api {
         let (key, value) = (fields::key(&request.key)?, fields::value(&request.value)?);
         let ttl = fields::lasting(request.ttl_ms)?;
         let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::KvSet { key, value, ttl }).await?;
+        let told = client.execute(Command::KvSet(command::KvSet { key, value, ttl })).await?;
         match told.outcome() {
             Outcome::Written(revision) => Ok(Response::new(SetResponse { revision: revision.0 })),
             other => Err(Refused::by(other).into()),
@@ -112,7 +119,7 @@ impl Kv for Api {
         let (peer, request) = open(request)?;
         let key = fields::key(&request.key)?;
         let client = self.0.client(peer, &request).await?;
-        done(client.execute(Command::KvDelete { key }).await?.outcome())?;
+        done(client.execute(Command::KvDelete(command::KvDelete { key })).await?.outcome())?;
         Ok(Response::new(DeleteResponse {}))
     }
 
@@ -132,7 +139,8 @@ impl Kv for Api {
             }
         };
         let client = self.0.client(peer, &request).await?;
-        let command = Command::KvCompareAndSet { key, expect, value, ttl };
+        let command =
+            Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl });
         let (written, revision) = match client.execute(command).await?.outcome() {
             Outcome::Written(revision) => (true, revision.0),
             Outcome::Conflict => (false, 0),
@@ -149,7 +157,7 @@ impl Lists for Api {
         let (key, value) = (fields::key(&request.key)?, fields::value(&request.item)?);
         let end = fields::end(request.end)?;
         let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Push { key, end, value }).await?;
+        let told = client.execute(Command::Push(command::Push { key, end, value })).await?;
         let length = number(told.outcome())?.unsigned_abs();
         Ok(Response::new(PushResponse { length }))
     }
@@ -159,7 +167,7 @@ impl Lists for Api {
         let (key, end) = (fields::key(&request.key)?, fields::end(request.end)?);
         let wait = request.wait_ms.map(fields::span).transpose()?;
         let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Pop { key, end, wait }).await?;
+        let told = client.execute(Command::Pop(command::Pop { key, end, wait })).await?;
         let item = match told.outcome() {
             Outcome::Popped { value, .. } => Some(value.to_vec().into()),
             Outcome::Empty | Outcome::Timeout => None,
@@ -225,7 +233,8 @@ impl Barriers for Api {
         let (key, count) = (fields::key(&request.key)?, fields::count(request.count)?);
         let wait = fields::span(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
-        let told = client.execute(Command::BarrierWait { key, count, wait }).await?;
+        let told =
+            client.execute(Command::BarrierWait(command::BarrierWait { key, count, wait })).await?;
         let passed = match told.outcome() {
             Outcome::Done => true,
             Outcome::Timeout => false,

@@ -1,7 +1,7 @@
 //! Locks, semaphores, read-write locks, elections: acquire, release, renew, and the two steps of enqueue and wait.
 
 use axum::response::Response;
-use dflockd_core::{Command, Mode, Space};
+use dflockd_core::{Command, Mode, Space, command};
 use serde::Deserialize;
 use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
@@ -240,7 +240,7 @@ async fn acquire(
     let wait = fields::wait(body.acquire_timeout_s, body.acquire_timeout_ms)?;
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
     let salt = rand::random();
-    claim(session, Command::Acquire { key, mode, wait, lease, salt }).await
+    claim(session, Command::Acquire(command::Acquire { key, mode, wait, lease, salt })).await
 }
 
 async fn acquire_slot(
@@ -266,7 +266,8 @@ async fn enqueue(
 ) -> Result<Response, ApiError> {
     let body = body.map_or_else(Enqueue::default, |Json(body)| body);
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    claim(session, Command::Enqueue { key, mode, lease, salt: rand::random() }).await
+    claim(session, Command::Enqueue(command::Enqueue { key, mode, lease, salt: rand::random() }))
+        .await
 }
 
 async fn enqueue_slot(
@@ -286,7 +287,7 @@ async fn wait(
     Json(body): Json<Wait>,
 ) -> Result<Response, ApiError> {
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
-    claim(session, Command::Wait { key, space, wait }).await
+    claim(session, Command::Wait(command::Wait { key, space, wait })).await
 }
 
 /// Executes a command that may give the session a lock.
@@ -304,7 +305,8 @@ async fn release(
     let token = fields::token(body.token.as_deref())?;
     let claim = session.claim().await?;
     let token = token.ok_or_else(ApiError::not_held)?;
-    let answer = claim.call(Command::Release { key, space, token, resign }).await?;
+    let answer =
+        claim.call(Command::Release(command::Release { key, space, token, resign })).await?;
     answer::done(answer.outcome())
 }
 
@@ -318,5 +320,5 @@ async fn renew(
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
     let claim = session.claim().await?;
     let token = token.ok_or_else(ApiError::not_held)?;
-    answer::renewed(&claim.call(Command::Renew { key, space, token, lease }).await?)
+    answer::renewed(&claim.call(Command::Renew(command::Renew { key, space, token, lease })).await?)
 }

@@ -17,7 +17,7 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
-use dflockd_core::{Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription};
+use dflockd_core::{Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription, command};
 use dflockd_engine::Door;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
@@ -205,7 +205,7 @@ fn required(pattern: Option<&str>) -> Result<&str, ApiError> {
 }
 
 async fn subscribe(session: &Hidden, to: Subscription<'_>) -> Result<(), ApiError> {
-    let answer = session.call(Command::Subscribe(to)).await?;
+    let answer = session.call(Command::Subscribe(command::Subscribe { to })).await?;
     let outcome = answer.outcome();
     if *outcome == Outcome::Done { Ok(()) } else { Err(answer::refused(outcome)) }
 }

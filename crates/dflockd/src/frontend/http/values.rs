@@ -11,7 +11,7 @@ use axum::extract::{FromRequestParts, State};
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
-use dflockd_core::{Bytes, Command, End, Expect, Outcome, Query, Refusal, Span};
+use dflockd_core::{Bytes, Command, End, Expect, Outcome, Query, Refusal, Span, command};
 use dflockd_wire::LONG_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -132,7 +132,8 @@ async fn set_counter(
     key: Key,
     Json(SetCounter { value }): Json<SetCounter>,
 ) -> Result<Response, ApiError> {
-    let answer = app.call_common(Command::CounterSet { key: &key, value }).await?;
+    let answer =
+        app.call_common(Command::CounterSet(command::CounterSet { key: &key, value })).await?;
     match answer.outcome() {
         Outcome::Done => Ok(Counter::reply(value)),
         other => Err(answer::refused(other)),
@@ -158,7 +159,8 @@ async fn add_counter(
         Some(less) if delta < 0 => (less, true),
         Some(_) | None => (delta, false),
     };
-    let answer = app.call_common(Command::Add { key: &key, delta, decrement }).await?;
+    let answer =
+        app.call_common(Command::Add(command::Add { key: &key, delta, decrement })).await?;
     match answer.outcome() {
         Outcome::Number(value) => Ok(Counter::reply(*value)),
         other => Err(answer::refused(other)),
@@ -277,8 +279,10 @@ async fn put_entry(
     let (key, value) = (&*key, fields::entry(&body.value)?);
     let ttl = fields::lasting(body.ttl_s, body.ttl_ms)?;
     let command = match body.expected()? {
-        None => Command::KvSet { key, value, ttl },
-        Some(expect) => Command::KvCompareAndSet { key, expect, value, ttl },
+        None => Command::KvSet(command::KvSet { key, value, ttl }),
+        Some(expect) => {
+            Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl })
+        }
     };
     let answer = app.call_common(command).await?;
     match answer.outcome() {
@@ -299,7 +303,7 @@ async fn put_entry(
     responses((status = 204, description = "There is none now."), Refusals)
 )]
 async fn delete_entry(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    let answer = app.call_common(Command::KvDelete { key: &key }).await?;
+    let answer = app.call_common(Command::KvDelete(command::KvDelete { key: &key })).await?;
     answer::done(answer.outcome())
 }
 
@@ -408,7 +412,7 @@ async fn push(
     Json(body): Json<Push>,
 ) -> Result<Response, ApiError> {
     let (end, value) = (body.end.map_or(End::Right, End::from), fields::value(&body.value)?);
-    let answer = app.call_common(Command::Push { key: &key, end, value }).await?;
+    let answer = app.call_common(Command::Push(command::Push { key: &key, end, value })).await?;
     match answer.outcome() {
         Outcome::Number(length) => Ok(reply(&Length { length: *length })),
         other => Err(answer::refused(other)),
@@ -438,7 +442,7 @@ async fn pop(
     let body = body.map_or_else(Pop::default, |Json(body)| body);
     let end = body.end.map_or(End::Left, End::from);
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
-    let command = |wait| Command::Pop { key: &key, end, wait };
+    let command = |wait| Command::Pop(command::Pop { key: &key, end, wait });
     let answer = if wait > Span::ZERO {
         let session = app.session(&headers, peer).await?;
         let claim = session.claim().await?;
@@ -600,7 +604,8 @@ async fn meet(
     let count = fields::count(body.count)
         .ok_or_else(|| ApiError::bad_request("count must be 1 to 1048576"))?;
     let claim = session.claim().await?;
-    let answer = claim.call(Command::BarrierWait { key: &key, count, wait }).await?;
+    let answer =
+        claim.call(Command::BarrierWait(command::BarrierWait { key: &key, count, wait })).await?;
     match answer.outcome() {
         Outcome::Done => Ok(reply(&StatusBody { status: "ok" })),
         Outcome::Timeout => Ok(reply(&StatusBody { status: "timeout" })),
@@ -670,7 +675,8 @@ async fn publish(
     if payload.len() + channel.len() + "sig  ".len() > LONG_BYTES_MAX {
         return Err(ApiError::bad_request("the payload is too long"));
     }
-    let answer = app.call_common(Command::Signal { channel: &channel, payload }).await?;
+    let answer =
+        app.call_common(Command::Signal(command::Signal { channel: &channel, payload })).await?;
     match answer.outcome() {
         Outcome::Number(delivered) => Ok(reply(&Published { delivered: *delivered })),
         other => Err(answer::refused(other)),

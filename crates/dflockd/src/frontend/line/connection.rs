@@ -16,7 +16,9 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use dflockd_core::{Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp};
+use dflockd_core::{
+    Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
+};
 use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Attachment, Door, Place, Pokes, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
@@ -964,7 +966,8 @@ impl Connection {
                 self.respond(number, &Response::Ok);
             }
             Request::Ack { number: up_to } if self.numbered => {
-                let command = Command::Acknowledge { up_to: RequestId(up_to) };
+                let command =
+                    Command::Acknowledge(command::Acknowledge { up_to: RequestId(up_to) });
                 if self.service.engine.submit(&self.me, id, false, command, pokes)
                     == Submitted::Gone
                 {

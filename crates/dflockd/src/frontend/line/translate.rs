@@ -5,6 +5,7 @@ use std::time::Duration;
 use dflockd_core as core;
 use dflockd_core::{
     Command, Event, Expect, Fence, LeaderEvent, LostReason, Outcome, Query, Refusal, Subscription,
+    command,
 };
 use dflockd_wire::{End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText};
 
@@ -22,60 +23,86 @@ pub(crate) enum Asked<'a> {
 
 pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Asked<'a> {
     let command = match *request {
-        Request::Acquire { mode, key, wait, lease } => Command::Acquire {
+        Request::Acquire { mode, key, wait, lease } => Command::Acquire(command::Acquire {
             key,
             mode: mode_of(mode),
             wait: span(wait),
             lease: lease.map(span),
             salt: salt(),
-        },
-        Request::Enqueue { mode, key, lease } => {
-            Command::Enqueue { key, mode: mode_of(mode), lease: lease.map(span), salt: salt() }
-        }
+        }),
+        Request::Enqueue { mode, key, lease } => Command::Enqueue(command::Enqueue {
+            key,
+            mode: mode_of(mode),
+            lease: lease.map(span),
+            salt: salt(),
+        }),
         Request::Wait { space, key, wait } => {
-            Command::Wait { key, space: space_of(space), wait: span(wait) }
+            Command::Wait(command::Wait { key, space: space_of(space), wait: span(wait) })
         }
         Request::Release { space, key, token, resign } => {
             let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Release { key, space: space_of(space), token, resign }
+            Command::Release(command::Release { key, space: space_of(space), token, resign })
         }
         Request::Renew { space, key, token, lease } => {
             let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Renew { key, space: space_of(space), token, lease: lease.map(span) }
+            Command::Renew(command::Renew {
+                key,
+                space: space_of(space),
+                token,
+                lease: lease.map(span),
+            })
         }
-        Request::Add { key, delta, decrement } => Command::Add { key, delta, decrement },
-        Request::CounterSet { key, value } => Command::CounterSet { key, value },
-        Request::KvSet { key, value, ttl } => Command::KvSet { key, value, ttl: ttl.map(span) },
-        Request::KvDelete { key } => Command::KvDelete { key },
-        Request::KvCompareAndSet { key, old, new, ttl } => Command::KvCompareAndSet {
-            key,
-            expect: old.map_or(Expect::Absent, Expect::Value),
-            value: new,
-            ttl: ttl.map(span),
-        },
-        Request::Push { key, end, value } => Command::Push { key, end: end_of(end), value },
-        Request::Pop { key, end } => Command::Pop { key, end: end_of(end), wait: None },
+        Request::Add { key, delta, decrement } => {
+            Command::Add(command::Add { key, delta, decrement })
+        }
+        Request::CounterSet { key, value } => {
+            Command::CounterSet(command::CounterSet { key, value })
+        }
+        Request::KvSet { key, value, ttl } => {
+            Command::KvSet(command::KvSet { key, value, ttl: ttl.map(span) })
+        }
+        Request::KvDelete { key } => Command::KvDelete(command::KvDelete { key }),
+        Request::KvCompareAndSet { key, old, new, ttl } => {
+            Command::KvCompareAndSet(command::KvCompareAndSet {
+                key,
+                expect: old.map_or(Expect::Absent, Expect::Value),
+                value: new,
+                ttl: ttl.map(span),
+            })
+        }
+        Request::Push { key, end, value } => {
+            Command::Push(command::Push { key, end: end_of(end), value })
+        }
+        Request::Pop { key, end } => {
+            Command::Pop(command::Pop { key, end: end_of(end), wait: None })
+        }
         Request::BlockingPop { key, end, wait } => {
-            Command::Pop { key, end: end_of(end), wait: Some(span(wait)) }
+            Command::Pop(command::Pop { key, end: end_of(end), wait: Some(span(wait)) })
         }
         Request::BarrierWait { key, count, wait } => {
-            Command::BarrierWait { key, count, wait: span(wait) }
+            Command::BarrierWait(command::BarrierWait { key, count, wait: span(wait) })
         }
-        Request::Signal { channel, payload } => Command::Signal { channel, payload },
+        Request::Signal { channel, payload } => {
+            Command::Signal(command::Signal { channel, payload })
+        }
         Request::Listen { pattern, group } => {
-            Command::Subscribe(Subscription::Signals { pattern, group })
+            Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
         }
-        Request::Unlisten { pattern, group } => {
-            Command::Unsubscribe(Subscription::Signals { pattern, group })
+        Request::Unlisten { pattern, group } => Command::Unsubscribe(command::Unsubscribe {
+            from: Subscription::Signals { pattern, group },
+        }),
+        Request::Watch { pattern } => Command::Subscribe(command::Subscribe {
+            to: Subscription::Changes { pattern, from: None },
+        }),
+        Request::Unwatch { pattern } => Command::Unsubscribe(command::Unsubscribe {
+            from: Subscription::Changes { pattern, from: None },
+        }),
+        Request::Observe { key } => {
+            Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key } })
         }
-        Request::Watch { pattern } => {
-            Command::Subscribe(Subscription::Changes { pattern, from: None })
+        Request::Unobserve { key } => {
+            Command::Unsubscribe(command::Unsubscribe { from: Subscription::Leaders { key } })
         }
-        Request::Unwatch { pattern } => {
-            Command::Unsubscribe(Subscription::Changes { pattern, from: None })
-        }
-        Request::Observe { key } => Command::Subscribe(Subscription::Leaders { key }),
-        Request::Unobserve { key } => Command::Unsubscribe(Subscription::Leaders { key }),
         Request::CounterGet { key } => return Asked::Query(Query::Counter { key }),
         Request::KvGet { key } => return Asked::Query(Query::Kv { key }),
         Request::Length { key } => return Asked::Query(Query::Length { key }),
@@ -83,7 +110,11 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
             return Asked::Query(Query::Range { key, start, stop });
         }
         Request::ForceRelease { key, space, fence, .. } => {
-            Command::ForceRelease { key, space: space_of(space), fence: Fence(fence) }
+            Command::ForceRelease(command::ForceRelease {
+                key,
+                space: space_of(space),
+                fence: Fence(fence),
+            })
         }
         Request::Auth { .. }
         | Request::Ping
