@@ -133,7 +133,7 @@ impl fmt::Debug for Bytes {
 }
 
 /// The two namespaces of locks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Space {
     /// Mutexes, elections and read-write locks.
     Locks,
@@ -142,7 +142,7 @@ pub enum Space {
 }
 
 /// How a lock is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Mode {
     /// One holder.
     Mutex,
@@ -171,7 +171,7 @@ impl Mode {
 }
 
 /// One end of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum End {
     /// Index 0.
     Left,

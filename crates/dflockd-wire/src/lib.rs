@@ -29,12 +29,13 @@ mod request;
 mod response;
 mod text;
 
+pub use dflockd_api::{End, Mode, Space};
 pub use error_code::{ERROR_CODES, ErrorCode, ErrorSpec};
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
 pub use request::{
-    COUNT_MAX, End, LS_LIMIT_MAX, Mode, PATTERN_TOKENS_MAX, ParseError, Request, Space,
-    key_is_valid, pattern_is_valid,
+    COUNT_MAX, LS_LIMIT_MAX, PATTERN_TOKENS_MAX, ParseError, Request, key_is_valid,
+    pattern_is_valid,
 };
 pub use response::{Push, Response, TokenText, print_number, split_number};
 pub use text::{SECONDS_MAX, Unit};

@@ -7,6 +7,7 @@
 use core::fmt;
 use core::time::Duration;
 
+use dflockd_api::{End, Mode, Space};
 use memchr::{memchr, memchr2, memchr2_iter};
 
 use crate::line::Frame;
@@ -21,42 +22,6 @@ pub const COUNT_MAX: u32 = 1_048_576;
 
 /// The most keys one `ls` may ask for.
 pub const LS_LIMIT_MAX: usize = 10_000;
-
-/// What kind of hold is asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Mode {
-    /// One holder.
-    Mutex,
-    /// One holder, and observers are told who wins.
-    Election,
-    /// Up to `limit` holders.
-    Semaphore {
-        /// How many may hold at once, 1 to [`COUNT_MAX`].
-        limit: u32,
-    },
-    /// Shared with other readers.
-    Read,
-    /// Shared with nobody.
-    Write,
-}
-
-/// Where a lock lives: one key may name a lock in each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Space {
-    /// Mutexes, elections and read-write locks.
-    Locks,
-    /// Semaphores.
-    Semaphores,
-}
-
-/// An end of a list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum End {
-    /// Where index 0 is.
-    Left,
-    /// Where index -1 is.
-    Right,
-}
 
 /// A well-formed request.
 ///

@@ -7,7 +7,7 @@ use dflockd_core::{
     Command, Event, Expect, Fence, LeaderEvent, LostReason, Outcome, Query, Refusal, Subscription,
     command,
 };
-use dflockd_wire::{End, ErrorCode, Mode, Op, Push, Request, Response, Space, TokenText};
+use dflockd_wire::{ErrorCode, Op, Push, Request, Response, TokenText};
 
 use crate::service::{ANSWER_BYTES_MAX, span};
 
@@ -25,32 +25,24 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
     let command = match *request {
         Request::Acquire { mode, key, wait, lease } => Command::Acquire(command::Acquire {
             key,
-            mode: mode_of(mode),
+            mode,
             wait: span(wait),
             lease: lease.map(span),
             salt: salt(),
         }),
-        Request::Enqueue { mode, key, lease } => Command::Enqueue(command::Enqueue {
-            key,
-            mode: mode_of(mode),
-            lease: lease.map(span),
-            salt: salt(),
-        }),
+        Request::Enqueue { mode, key, lease } => {
+            Command::Enqueue(command::Enqueue { key, mode, lease: lease.map(span), salt: salt() })
+        }
         Request::Wait { space, key, wait } => {
-            Command::Wait(command::Wait { key, space: space_of(space), wait: span(wait) })
+            Command::Wait(command::Wait { key, space, wait: span(wait) })
         }
         Request::Release { space, key, token, resign } => {
             let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Release(command::Release { key, space: space_of(space), token, resign })
+            Command::Release(command::Release { key, space, token, resign })
         }
         Request::Renew { space, key, token, lease } => {
             let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Renew(command::Renew {
-                key,
-                space: space_of(space),
-                token,
-                lease: lease.map(span),
-            })
+            Command::Renew(command::Renew { key, space, token, lease: lease.map(span) })
         }
         Request::Add { key, delta, decrement } => {
             Command::Add(command::Add { key, delta, decrement })
@@ -70,14 +62,10 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
                 ttl: ttl.map(span),
             })
         }
-        Request::Push { key, end, value } => {
-            Command::Push(command::Push { key, end: end_of(end), value })
-        }
-        Request::Pop { key, end } => {
-            Command::Pop(command::Pop { key, end: end_of(end), wait: None })
-        }
+        Request::Push { key, end, value } => Command::Push(command::Push { key, end, value }),
+        Request::Pop { key, end } => Command::Pop(command::Pop { key, end, wait: None }),
         Request::BlockingPop { key, end, wait } => {
-            Command::Pop(command::Pop { key, end: end_of(end), wait: Some(span(wait)) })
+            Command::Pop(command::Pop { key, end, wait: Some(span(wait)) })
         }
         Request::BarrierWait { key, count, wait } => {
             Command::BarrierWait(command::BarrierWait { key, count, wait: span(wait) })
@@ -110,11 +98,7 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
             return Asked::Query(Query::Range { key, start, stop });
         }
         Request::ForceRelease { key, space, fence, .. } => {
-            Command::ForceRelease(command::ForceRelease {
-                key,
-                space: space_of(space),
-                fence: Fence(fence),
-            })
+            Command::ForceRelease(command::ForceRelease { key, space, fence: Fence(fence) })
         }
         Request::Auth { .. }
         | Request::Ping
@@ -297,30 +281,6 @@ pub(crate) fn print_items(values: &[core::Bytes], out: &mut Vec<u8>) -> bool {
     }
     out.push(b']');
     true
-}
-
-fn mode_of(mode: Mode) -> core::Mode {
-    match mode {
-        Mode::Mutex => core::Mode::Mutex,
-        Mode::Election => core::Mode::Election,
-        Mode::Semaphore { limit } => core::Mode::Semaphore { limit },
-        Mode::Read => core::Mode::Read,
-        Mode::Write => core::Mode::Write,
-    }
-}
-
-fn space_of(space: Space) -> core::Space {
-    match space {
-        Space::Locks => core::Space::Locks,
-        Space::Semaphores => core::Space::Semaphores,
-    }
-}
-
-fn end_of(end: End) -> core::End {
-    match end {
-        End::Left => core::End::Left,
-        End::Right => core::End::Right,
-    }
 }
 
 fn token_of(text: &[u8]) -> Option<core::Token> {
