@@ -687,7 +687,7 @@ mod tests {
             Cancel { request: RequestId(9) }.into(),
         ];
         for command in commands {
-            assert_eq!(OwnedCommand::from(command.clone()).get(), command);
+            assert_eq!(OwnedCommand::from(command).get(), command);
         }
     }
 

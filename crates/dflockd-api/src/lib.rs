@@ -12,6 +12,7 @@ extern crate alloc;
 extern crate std;
 
 pub mod command;
+mod error_code;
 pub mod field;
 mod outcome;
 mod push;
@@ -21,9 +22,10 @@ mod types;
 pub use command::{
     Caller, Command, CommandKind, Expect, OwnedCommand, Query, Right, Subscription, Urgency,
 };
+pub use error_code::{Advice, ERROR_CODES, ErrorCode, ErrorSpec};
 pub use outcome::{Grant, Outcome};
 pub use push::{Change, Event, LeaderEvent, LostReason, Push};
-pub use refusal::{REFUSALS, Refusal};
+pub use refusal::{GrpcCode, REFUSALS, RETRY_AFTER_MS, Refusal, RefusalSpec};
 pub use types::{
     Bytes, End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };

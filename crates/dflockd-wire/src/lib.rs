@@ -10,7 +10,6 @@
 //! - `line`: [`Decoder`], bytes to [`Frame`]s: partial input, line limits, request numbers.
 //! - `request`: [`Request`], a frame to a checked request and back.
 //! - `response`: [`Response`] and [`Push`], what the server writes, and [`TokenText`].
-//! - `error_code`: [`ErrorCode`], every refusal once.
 //! - `text`: how integers, fields and units of time are written; shared by both directions.
 //!
 //! The path on the server is [`Decoder::decode`], [`Op::parse`], [`Request::parse`], and later
@@ -20,7 +19,6 @@
 //! No `Debug` output and no [`ParseError`] of this crate shows a token, a value or a payload, so
 //! that a careless log line cannot leak one.
 
-mod error_code;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 mod line;
@@ -29,8 +27,7 @@ mod request;
 mod response;
 mod text;
 
-pub use dflockd_api::{End, Mode, Space};
-pub use error_code::{ERROR_CODES, ErrorCode, ErrorSpec};
+pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, Space};
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
 pub use request::{

@@ -3,9 +3,9 @@
 use core::fmt;
 use core::time::Duration;
 
+use dflockd_api::ErrorCode;
 use memchr::memchr;
 
-use crate::error_code::ErrorCode;
 use crate::op::Op;
 use crate::text::{
     Hidden, Shown, Unit, parse_i64, parse_u64, print_i64, print_u64, split_field, trim_cr,

@@ -369,7 +369,7 @@ fn add_tally(page: &mut Page, tally: &Tally) {
     let commands = CommandKind::ALL.iter().zip(tally.commands);
     page.by(&n::COMMANDS, commands.map(|((_, name), count)| (*name, count)));
     let refusals = REFUSALS.iter().zip(tally.refusals);
-    page.by(&n::REFUSALS, refusals.map(|((_, name), count)| (*name, count)));
+    page.by(&n::REFUSALS, refusals.map(|((_, spec), count)| (spec.name, count)));
 }
 
 fn buckets(histogram: &Histogram) -> Buckets {

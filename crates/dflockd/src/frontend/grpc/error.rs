@@ -3,15 +3,13 @@
 //! No message ever holds a token, a value or a payload.
 
 use bytes::Bytes;
-use dflockd_core::{Outcome, Refusal, Revision};
+use dflockd_core::{Advice, Outcome, RETRY_AFTER_MS, Refusal, RefusalSpec, Revision};
 use dflockd_wire::grpc::{ErrorInfo, Reason};
 use prost::Message;
 use tonic::{Code, Status};
 
 use crate::frontend::caller::Gone;
 
-/// When a call that the server could not answer now may come again.
-const RETRY_MS: u64 = 200;
 /// When one that came too often may: rates are per second.
 const RATE_RETRY_MS: u64 = 1000;
 /// Where the type of the details is found.
@@ -91,13 +89,12 @@ impl Refused {
 
     /// Nobody can say or decide it now; nothing has been done.
     pub(crate) fn unavailable() -> Self {
-        Self::new(Code::Unavailable, Reason::Unavailable, Refusal::Unavailable.text()).again()
+        Self::by_core(Refusal::Unavailable)
     }
 
     /// Nobody knows what came of it.
     pub(crate) fn unknown() -> Self {
-        let text = Refusal::Forgotten.text();
-        Self::new(Code::Unavailable, Reason::UnknownOutcome, text).again().perhaps()
+        Self::by_core(Refusal::Forgotten)
     }
 
     /// The client said that it waits no longer.
@@ -135,41 +132,20 @@ impl Refused {
     /// A later try may succeed.
     #[must_use]
     fn again(mut self) -> Self {
-        self.info.retry_after_ms = RETRY_MS;
+        self.info.retry_after_ms = RETRY_AFTER_MS;
         self
     }
 
     /// What the core said no to.
     pub(crate) fn by_core(refusal: Refusal) -> Self {
-        let full = Code::ResourceExhausted;
-        let state = Code::FailedPrecondition;
-        let (code, reason) = match refusal {
-            Refusal::MaxLocks => (full, Reason::MaxLocks),
-            Refusal::MaxWaiters => (full, Reason::MaxWaiters),
-            Refusal::MaxHolds => (full, Reason::MaxHolds),
-            Refusal::MaxWaits => (full, Reason::MaxWaits),
-            Refusal::MaxSessions => (full, Reason::MaxSessions),
-            Refusal::MaxKeys => (full, Reason::MaxKeys),
-            Refusal::ListFull => (full, Reason::ListFull),
-            Refusal::MaxSubscriptions => (full, Reason::MaxSubscriptions),
-            Refusal::ValueTooLarge | Refusal::BadPattern => {
-                (Code::InvalidArgument, Reason::BadRequest)
-            }
-            Refusal::LimitMismatch => (state, Reason::LimitMismatch),
-            Refusal::TypeMismatch => (state, Reason::TypeMismatch),
-            Refusal::CountMismatch => (state, Reason::BarrierCountMismatch),
-            Refusal::AlreadyEnqueued => (state, Reason::AlreadyEnqueued),
-            Refusal::NotEnqueued => (state, Reason::NotEnqueued),
-            Refusal::AlreadyWaiting => (state, Reason::AlreadyWaiting),
-            Refusal::LeaseExpired => (Code::NotFound, Reason::LeaseExpired),
-            Refusal::NotHeld => (Code::NotFound, Reason::NotHeld),
-            Refusal::Overflow => (Code::OutOfRange, Reason::Overflow),
-            Refusal::NoFence => (Code::Unavailable, Reason::NoFence),
-            Refusal::Forgotten => return Self::unknown(),
-            Refusal::Unavailable => return Self::unavailable(),
-        };
-        let refused = Self::new(code, reason, refusal.text());
-        if code == full || refusal == Refusal::NoFence { refused.again() } else { refused }
+        let RefusalSpec { grpc_code, grpc_reason, advice, text, .. } = *refusal.spec();
+        let reason = Reason::from_str_name(grpc_reason).expect("the table has reasons only");
+        let refused = Self::new(Code::from_i32(grpc_code as i32), reason, text);
+        match advice {
+            Advice::Final => refused,
+            Advice::Retry => refused.again(),
+            Advice::Unknown => refused.again().perhaps(),
+        }
     }
 
     /// An answer that was not hoped for.

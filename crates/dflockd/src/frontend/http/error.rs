@@ -7,12 +7,15 @@ use std::borrow::Cow;
 use axum::http::header::RETRY_AFTER;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
-use dflockd_core::Refusal;
+use dflockd_core::{Refusal, RefusalSpec};
 use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::body;
 use crate::frontend::caller::Gone;
+
+/// When a request may come again, in whole seconds as the header wants it.
+const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
 
 /// A refusal.
 #[derive(Clone, Debug)]
@@ -70,10 +73,9 @@ impl ApiError {
 
     /// Too many tokens were wrong.
     pub(crate) fn auth_throttled() -> Self {
-        let later = HeaderValue::from_static("1");
         Self::rate_limited()
             .because("too many wrong tokens from this address")
-            .with_header(RETRY_AFTER, later)
+            .with_header(RETRY_AFTER, RETRY_SECONDS)
     }
 
     pub(crate) fn admin_unauthorized() -> Self {
@@ -90,7 +92,7 @@ impl ApiError {
     }
 
     pub(crate) fn not_held() -> Self {
-        Self::new(StatusCode::NOT_FOUND, "not_held")
+        Self::refused(Refusal::NotHeld)
     }
 
     pub(crate) fn cluster_disabled() -> Self {
@@ -129,7 +131,7 @@ impl ApiError {
     }
 
     pub(crate) fn max_sessions() -> Self {
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "max_sessions")
+        Self::refused(Refusal::MaxSessions)
     }
 
     pub(crate) fn max_sessions_per_ip() -> Self {
@@ -146,9 +148,7 @@ impl ApiError {
 
     /// Nobody can say or decide it now; nothing has been done.
     pub(crate) fn unavailable() -> Self {
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable")
-            .because(Refusal::Unavailable.text())
-            .with_header(RETRY_AFTER, HeaderValue::from_static("1"))
+        Self::refused(Refusal::Unavailable)
     }
 
     /// Somebody else must be asked, at these addresses if they are known.
@@ -169,40 +169,10 @@ impl ApiError {
 
     /// What the core said no to.
     pub(crate) fn refused(refusal: Refusal) -> Self {
-        let unavailable = StatusCode::SERVICE_UNAVAILABLE;
-        let (status, code) = match refusal {
-            Refusal::MaxLocks => (unavailable, "max_locks"),
-            Refusal::MaxWaiters => (unavailable, "max_waiters"),
-            Refusal::MaxKeys => (unavailable, "max_keys"),
-            Refusal::MaxHolds => (unavailable, "max_holds"),
-            Refusal::MaxWaits => (unavailable, "max_waits"),
-            Refusal::MaxSessions => return Self::max_sessions(),
-            Refusal::ListFull => (StatusCode::CONFLICT, "list_full"),
-            Refusal::ValueTooLarge => return Self::bad_request("value too large"),
-            Refusal::MaxSubscriptions => (unavailable, "max_subscriptions"),
-            Refusal::LimitMismatch => (StatusCode::CONFLICT, "limit_mismatch"),
-            Refusal::TypeMismatch => (StatusCode::CONFLICT, "type_mismatch"),
-            Refusal::CountMismatch => (StatusCode::CONFLICT, "barrier_count_mismatch"),
-            Refusal::AlreadyEnqueued => (StatusCode::CONFLICT, "already_enqueued"),
-            Refusal::NotEnqueued => (StatusCode::CONFLICT, "not_enqueued"),
-            Refusal::AlreadyWaiting => (StatusCode::CONFLICT, "already_waiting"),
-            Refusal::LeaseExpired => (StatusCode::CONFLICT, "lease_expired"),
-            Refusal::NotHeld => (StatusCode::NOT_FOUND, "not_held"),
-            Refusal::Overflow => (StatusCode::CONFLICT, "overflow"),
-            Refusal::BadPattern => {
-                return Self::bad_request("malformed pattern, or one of more than 16 tokens");
-            }
-            Refusal::NoFence => {
-                let refused = Self::new(unavailable, "fence_persistence");
-                return refused.with_header(RETRY_AFTER, HeaderValue::from_static("1"));
-            }
-            Refusal::Forgotten => {
-                let unknown = Self::new(unavailable, "unknown");
-                return unknown.because(refusal.text());
-            }
-            Refusal::Unavailable => return Self::unavailable(),
-        };
-        Self::new(status, code)
+        let RefusalSpec { http_status, http_error, advice, text, .. } = *refusal.spec();
+        let status = StatusCode::from_u16(http_status).expect("the table has statuses only");
+        let refused = Self::new(status, http_error).because(text);
+        if advice.may_retry() { refused.with_header(RETRY_AFTER, RETRY_SECONDS) } else { refused }
     }
 }
 

@@ -175,30 +175,14 @@ pub(crate) fn respond<'a>(
 }
 
 fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
-    match refusal {
-        // Published clients know these two words, and do the right thing.
-        Refusal::MaxLocks | Refusal::MaxHolds => ErrorCode::MaxLocks,
-        Refusal::MaxWaiters | Refusal::MaxWaits => ErrorCode::MaxWaiters,
-        Refusal::MaxKeys => ErrorCode::MaxKeys,
-        Refusal::ListFull => ErrorCode::ListFull,
-        Refusal::LimitMismatch => ErrorCode::LimitMismatch,
-        Refusal::TypeMismatch => ErrorCode::TypeMismatch,
-        Refusal::CountMismatch => ErrorCode::BarrierCountMismatch,
-        Refusal::AlreadyEnqueued => ErrorCode::AlreadyEnqueued,
-        Refusal::NotEnqueued => ErrorCode::NotEnqueued,
-        Refusal::LeaseExpired if matches!(op, Op::N | Op::Sn) && !wishes.lease_status => {
-            ErrorCode::Error
-        }
-        Refusal::LeaseExpired => ErrorCode::LeaseExpired,
-        Refusal::Forgotten => ErrorCode::Unknown,
-        Refusal::ValueTooLarge
-        | Refusal::MaxSubscriptions
-        | Refusal::MaxSessions
-        | Refusal::AlreadyWaiting
-        | Refusal::NotHeld
-        | Refusal::Overflow
-        | Refusal::BadPattern => ErrorCode::Error,
-        Refusal::NoFence | Refusal::Unavailable => unavailable(wishes),
+    let code = refusal.spec().line;
+    let unasked = matches!(op, Op::N | Op::Sn) && !wishes.lease_status;
+    if code == ErrorCode::LeaseExpired && unasked {
+        ErrorCode::Error
+    } else if code == ErrorCode::Unavailable {
+        unavailable(wishes)
+    } else {
+        code
     }
 }
 

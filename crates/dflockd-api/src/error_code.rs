@@ -1,4 +1,4 @@
-//! Every refusal a server can answer with, once.
+//! Every status word that the line protocol has for a refusal, once.
 
 /// What there is to say about one code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,13 +7,41 @@ pub struct ErrorSpec {
     pub code: ErrorCode,
     /// The status word on the wire.
     pub text: &'static str,
+    /// What a client may do then.
+    pub advice: Advice,
     /// What it means, in a sentence.
     pub meaning: &'static str,
 }
 
+/// What a client may do about a refusal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Nothing was done, and the same request would be refused again.
+    Final,
+    /// Nothing was done. The same request, sent again later or to another member, can succeed and does no harm.
+    Retry,
+    /// The request may have taken effect: a second try might be a second effect. A numbered connection with a kept
+    /// session may repeat even that, under the same number.
+    Unknown,
+}
+
+impl Advice {
+    /// Whether the request may have taken effect although it failed.
+    #[must_use]
+    pub const fn may_have_applied(self) -> bool {
+        matches!(self, Self::Unknown)
+    }
+
+    /// Whether the same request can succeed later and does no harm.
+    #[must_use]
+    pub const fn may_retry(self) -> bool {
+        matches!(self, Self::Retry)
+    }
+}
+
 /// Makes [`ErrorCode`] and [`ERROR_CODES`].
 macro_rules! error_codes {
-    ($($code:ident $text:literal $meaning:literal)*) => {
+    ($($code:ident $text:literal $advice:ident $meaning:literal)*) => {
         /// Why a request was refused.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum ErrorCode {
@@ -25,45 +53,50 @@ macro_rules! error_codes {
 
         /// Every code, once.
         pub const ERROR_CODES: &[ErrorSpec] = &[
-            $(ErrorSpec { code: ErrorCode::$code, text: $text, meaning: $meaning },)*
+            $(ErrorSpec {
+                code: ErrorCode::$code,
+                text: $text,
+                advice: Advice::$advice,
+                meaning: $meaning,
+            },)*
         ];
     };
 }
 
 error_codes! {
-    Error "error"
+    Error "error" Final
         "The request is malformed or was refused for a reason without a status of its own."
-    Auth "error_auth"
+    Auth "error_auth" Final
         "The connection did not present the right token; it is closed."
-    MaxLocks "error_max_locks"
+    MaxLocks "error_max_locks" Retry
         "The server has as many locks and semaphores as it may, or the session holds as many."
-    MaxWaiters "error_max_waiters"
+    MaxWaiters "error_max_waiters" Retry
         "As many waiters as may are queued for this key, or of this session."
-    MaxKeys "error_max_keys"
+    MaxKeys "error_max_keys" Retry
         "The server holds as many counters, values, lists and barriers as it may."
-    LimitMismatch "error_limit_mismatch"
+    LimitMismatch "error_limit_mismatch" Final
         "The semaphore exists with another limit."
-    TypeMismatch "error_type_mismatch"
+    TypeMismatch "error_type_mismatch" Final
         "The key is a read-write lock and was used as an ordinary one, or the other way round."
-    NotEnqueued "error_not_enqueued"
+    NotEnqueued "error_not_enqueued" Final
         "A wait without an enqueue before it."
-    AlreadyEnqueued "error_already_enqueued"
+    AlreadyEnqueued "error_already_enqueued" Final
         "A second enqueue of the key on this connection."
-    LeaseExpired "error_lease_expired"
+    LeaseExpired "error_lease_expired" Final
         "The lease ran out before it was claimed or renewed."
-    ListFull "error_list_full"
+    ListFull "error_list_full" Retry
         "The list has as many items as it may."
-    BarrierCountMismatch "error_barrier_count_mismatch"
+    BarrierCountMismatch "error_barrier_count_mismatch" Final
         "The barrier exists with another count."
-    Draining "error_draining"
+    Draining "error_draining" Retry
         "The server is shutting down; the connection is closed."
-    NotLeader "error_not_leader"
+    NotLeader "error_not_leader" Retry
         "This member is not the leader; its address follows if it is known."
-    Unknown "error_unknown"
+    Unknown "error_unknown" Unknown
         "The outcome could not be determined in time: the request may have taken effect."
-    Unavailable "error_unavailable"
+    Unavailable "error_unavailable" Retry
         "Nobody could decide the request, as without a majority: nothing was done, and it can be asked again."
-    TooLarge "error_too_large"
+    TooLarge "error_too_large" Final
         "The answer would have more than 1 MiB: ask for it in parts, as with `<start>` and `<stop>` of `lrange`."
 }
 
@@ -87,55 +120,16 @@ impl ErrorCode {
         ERROR_CODES.iter().find(|spec| spec.text == text).map(|spec| spec.code)
     }
 
-    /// Whether the request may have taken effect although it failed.
+    /// See [`Advice::may_have_applied`].
     #[must_use]
     pub const fn may_have_applied(self) -> bool {
-        match self {
-            Self::Error
-            | Self::Auth
-            | Self::MaxLocks
-            | Self::MaxWaiters
-            | Self::MaxKeys
-            | Self::LimitMismatch
-            | Self::TypeMismatch
-            | Self::NotEnqueued
-            | Self::AlreadyEnqueued
-            | Self::LeaseExpired
-            | Self::ListFull
-            | Self::BarrierCountMismatch
-            | Self::Draining
-            | Self::NotLeader
-            | Self::Unavailable
-            | Self::TooLarge => false,
-            Self::Unknown => true,
-        }
+        self.spec().advice.may_have_applied()
     }
 
-    /// Whether the same request, sent again later or to another member, can succeed and does no harm.
-    ///
-    /// Not for [`Self::Unknown`]: a second try might be a second effect. A numbered connection with a
-    /// kept session may repeat even that, under the same number.
+    /// See [`Advice::may_retry`].
     #[must_use]
     pub const fn may_retry(self) -> bool {
-        match self {
-            Self::MaxLocks
-            | Self::MaxWaiters
-            | Self::MaxKeys
-            | Self::ListFull
-            | Self::Draining
-            | Self::NotLeader
-            | Self::Unavailable => true,
-            Self::Error
-            | Self::Auth
-            | Self::LimitMismatch
-            | Self::TypeMismatch
-            | Self::NotEnqueued
-            | Self::AlreadyEnqueued
-            | Self::LeaseExpired
-            | Self::BarrierCountMismatch
-            | Self::Unknown
-            | Self::TooLarge => false,
-        }
+        self.spec().advice.may_retry()
     }
 }
 
@@ -154,13 +148,5 @@ mod tests {
         assert_eq!(ERROR_CODES.len(), 17);
         assert_eq!(ErrorCode::parse("error_"), None);
         assert_eq!(ErrorCode::parse(""), None);
-    }
-
-    #[test]
-    fn only_unknown_may_have_applied() {
-        for spec in ERROR_CODES {
-            assert_eq!(spec.code.may_have_applied(), spec.code == ErrorCode::Unknown);
-            assert!(!(spec.code.may_have_applied() && spec.code.may_retry()), "{}", spec.text);
-        }
     }
 }
