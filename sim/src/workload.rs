@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use dflockd_core::{End as ListEnd, Revision};
-use dflockd_core::{Mode, Outcome, Push, RequestId, SessionId, Space, Span, Timestamp, Token};
+use dflockd_core::{
+    Command, End, Expect, Fence, Mode, Outcome, Push, RequestId, Revision, SessionId, Space, Span,
+    Subscription, Timestamp, Token, command,
+};
 use dflockd_engine::replica::OwnedQuery;
 use dflockd_engine::replica::types::{AutoRelease, Bits128, RaftId};
 
-use crate::op::{Expected, Op};
+use crate::op::Op;
 use crate::oracle;
 use crate::plan::{Kind, MS, Plan, SEC};
 use crate::rng::Rng;
@@ -118,18 +120,9 @@ impl Client {
         RequestId(RequestId::UNREPEATABLE + self.next_number)
     }
 
-    fn ask(&mut self, op: Op) -> Want {
-        let keep = self.kept.is_some()
-            && !matches!(
-                op,
-                Op::Keep { .. }
-                    | Op::Cancel { .. }
-                    | Op::Acknowledge { .. }
-                    | Op::RenewSession { .. }
-                    | Op::Sync
-                    | Op::Kick { .. }
-                    | Op::Read(_)
-            );
+    fn ask(&mut self, op: impl Into<Op>) -> Want {
+        let op = op.into();
+        let keep = self.kept.is_some() && op.is_kept();
         let request = if keep { self.request() } else { self.server_request() };
         Want::Ask(op, request, keep)
     }
@@ -154,9 +147,10 @@ impl Client {
                 let (key, token, lease) = (held.key.clone(), held.token, held.lease);
                 let space = held.mode.space();
                 if self.kept.is_some() && token.salt.is_multiple_of(3) {
-                    return self.ask(Op::RenewSession { token, lease });
+                    let renew = Command::from(command::RenewSession { lease });
+                    return self.ask(Op::RenewSession(renew.into(), token));
                 }
-                return self.ask(Op::Renew { key, space, token, lease });
+                return self.ask(command::Renew { space, token, lease: Some(lease), key: &key });
             }
             let held = self.holds.remove(at);
             if plan.kinds.contains(&Kind::Abandon) && rng.chance(300) {
@@ -173,7 +167,8 @@ impl Client {
         }
         if let Some((key, mode, lease)) = self.enqueued.pop() {
             let wait = span(rng, &[0, 300, 2000]);
-            return self.ask(Op::Wait { key, mode, wait, lease });
+            let wait = Command::from(command::Wait { space: mode.space(), wait, key: &key });
+            return self.ask(Op::Wait(wait.into(), mode, lease));
         }
         let kind = *rng.pick(&plan.kinds);
         self.choose(kind, plan, rng, now, calm)
@@ -182,7 +177,7 @@ impl Client {
     fn release(&mut self, held: Held, rng: &mut Rng) -> Want {
         let resign = held.mode == Mode::Election && rng.chance(500);
         let Held { key, mode, token, .. } = held;
-        self.ask(Op::Release { key, space: mode.space(), token, resign })
+        self.ask(command::Release { space: mode.space(), token, resign, key: &key })
     }
 
     fn lock(&mut self, letter: char, mode: Mode, two: bool, plan: &Plan, rng: &mut Rng) -> Want {
@@ -197,10 +192,10 @@ impl Client {
         let lease = Span(rng.between(plan.lease_min, plan.lease_max));
         let salt = rng.bits();
         if two {
-            return self.ask(Op::Enqueue { key, mode, lease, salt });
+            return self.ask(command::Enqueue { mode, lease: Some(lease), salt, key: &key });
         }
         let wait = if letter == 'x' { Span::ZERO } else { span(rng, &[100, 1000, 5000]) };
-        self.ask(Op::Acquire { key, mode, wait, lease, salt })
+        self.ask(command::Acquire { mode, wait, lease: Some(lease), salt, key: &key })
     }
 
     #[expect(clippy::too_many_lines, reason = "a list of everything there is")]
@@ -209,6 +204,10 @@ impl Client {
         let key = |letter: char| format!("{letter}{number}").into_bytes();
         let unique = format!("{}.{now}.{}", self.id, rng.below(1000)).into_bytes();
         let read = |key: Vec<u8>| Op::Read(OwnedQuery::from(oracle::query(&key)));
+        let push =
+            |letter, end| -> Op { command::Push { end, key: &key(letter), value: &unique }.into() };
+        let pop =
+            |letter, end, wait| -> Op { command::Pop { end, wait, key: &key(letter) }.into() };
         match kind {
             Kind::Lock => self.lock('l', Mode::Mutex, false, plan, rng),
             Kind::TryLock => self.lock('l', Mode::Mutex, false, plan, rng).without_wait(),
@@ -233,76 +232,82 @@ impl Client {
             }
             Kind::Election => self.lock('e', Mode::Election, false, plan, rng),
             Kind::Counter => {
-                let op = if rng.chance(300) { read(key('c')) } else { Op::Add { key: key('c') } };
+                let add = command::Add { delta: 1, decrement: false, key: &key('c') }.into();
+                let op = if rng.chance(300) { read(key('c')) } else { add };
                 self.ask(op)
             }
             Kind::CounterSet => {
                 let value = i64::try_from(rng.below(1 << 40)).expect("small");
-                let set = Op::CounterSet { key: key('d'), value };
+                let set = command::CounterSet { value, key: &key('d') }.into();
                 let op = if rng.chance(500) { read(key('d')) } else { set };
                 self.ask(op)
             }
             Kind::Kv => {
                 let op = match rng.below(5) {
-                    0 => Op::KvDelete { key: key('k') },
-                    1 | 2 => Op::KvSet { key: key('k'), value: unique, ttl: None },
+                    0 => command::KvDelete { key: &key('k') }.into(),
+                    1 | 2 => command::KvSet { ttl: None, key: &key('k'), value: &unique }.into(),
                     _ => read(key('k')),
                 };
                 self.ask(op)
             }
             Kind::Cas => {
                 let expect = match self.revisions.get(&key('k')) {
-                    None => Expected::Absent,
-                    Some(_) if rng.chance(100) => Expected::Value(b"none".to_vec()),
-                    Some(revision) => Expected::Revision(*revision),
+                    None => Expect::Absent,
+                    Some(_) if rng.chance(100) => Expect::Value(b"none"),
+                    Some(revision) => Expect::Revision(*revision),
                 };
-                self.ask(Op::Cas { key: key('k'), expect, value: unique })
+                let (key, value) = (&*key('k'), &*unique);
+                self.ask(command::KvCompareAndSet { expect, ttl: None, key, value })
             }
             Kind::KvTtl => {
                 let ttl = Some(span(rng, &[200, 1000]));
-                let set = Op::KvSet { key: key('t'), value: unique, ttl };
+                let set = command::KvSet { ttl, key: &key('t'), value: &unique }.into();
                 let op = if rng.chance(500) { read(key('t')) } else { set };
                 self.ask(op)
             }
             Kind::List => {
-                let end = |rng: &mut Rng| *rng.pick(&[ListEnd::Left, ListEnd::Right]);
+                let end = |rng: &mut Rng| *rng.pick(&[End::Left, End::Right]);
                 let op = match rng.below(6) {
-                    0 => Op::Push { key: key('q'), end: ListEnd::Right, value: unique },
-                    1 => Op::Pop { key: key('q'), end: ListEnd::Left, wait: None },
-                    2 => Op::Push { key: key('r'), end: end(rng), value: unique },
-                    3 => Op::Pop { key: key('r'), end: end(rng), wait: None },
+                    0 => push('q', End::Right),
+                    1 => pop('q', End::Left, None),
+                    2 => push('r', end(rng)),
+                    3 => pop('r', end(rng), None),
                     4 => read(key('q')),
                     _ => read(key('r')),
                 };
                 self.ask(op)
             }
             Kind::BlockingPop => {
-                let push = Op::Push { key: key('q'), end: ListEnd::Right, value: unique };
+                let push = push('q', End::Right);
                 let wait = Some(span(rng, &[0, 500, 3000]));
-                let pop = Op::Pop { key: key('q'), end: ListEnd::Left, wait };
+                let pop = pop('q', End::Left, wait);
                 let op = if rng.chance(500) { push } else { pop };
                 self.ask(op)
             }
             Kind::Barrier => {
                 let count = u32::try_from(number % 3).expect("small") + 1;
                 let wait = span(rng, &[200, 1000, 4000]);
-                self.ask(Op::BarrierWait { key: key('b'), count, wait })
+                self.ask(command::BarrierWait { count, wait, key: &key('b') })
             }
             Kind::Signal if !self.subscribed => {
                 self.subscribed = true;
-                let group = if rng.chance(500) { b"g".to_vec() } else { Vec::new() };
-                let pattern = rng.pick(&[&b"sig.*"[..], b"sig.1", b"sig.>"]).to_vec();
-                self.ask(Op::Listen { pattern, group })
+                let group = if rng.chance(500) { &b"g"[..] } else { b"" };
+                let pattern = *rng.pick(&[&b"sig.*"[..], b"sig.1", b"sig.>"]);
+                self.ask(command::Subscribe { to: Subscription::Signals { pattern, group } })
             }
             Kind::Signal => {
                 let channel = format!("sig.{}", rng.below(3)).into_bytes();
-                self.ask(Op::Signal { channel, payload: unique })
+                self.ask(command::Signal { channel: &channel, payload: &unique })
             }
             Kind::Watch => {
                 let letter = *rng.pick(&['l', 'c', 'k', 'q', 'e']);
-                self.ask(Op::Watch { pattern: key(letter) })
+                let to = Subscription::Changes { pattern: &key(letter), from: None };
+                self.ask(command::Subscribe { to })
             }
-            Kind::Observe => self.ask(Op::Observe { key: key('e') }),
+            Kind::Observe => {
+                let to = Subscription::Leaders { key: &key('e') };
+                self.ask(command::Subscribe { to })
+            }
             Kind::Kept if self.kept.is_none() && self.open.is_empty() => {
                 let mut secret = [0; 16];
                 secret[..8].copy_from_slice(&rng.bits().to_le_bytes());
@@ -313,11 +318,11 @@ impl Client {
             // The world fills in whom.
             Kind::Kick if !calm && rng.chance(150) => self.ask(Op::Kick { session: SessionId(0) }),
             Kind::Force if !calm && rng.chance(300) => {
-                let fence = dflockd_core::Fence(0);
-                self.ask(Op::Force { key: key('l'), space: Space::Locks, fence })
+                let (space, fence) = (Space::Locks, Fence(0));
+                self.ask(command::ForceRelease { space, fence, key: &key('l') })
             }
             Kind::Cancel => match self.open.keys().next() {
-                Some(&request) => self.ask(Op::Cancel { request }),
+                Some(&request) => self.ask(command::Cancel { request }),
                 None => Want::Nothing,
             },
             Kind::Sync => self.ask(Op::Sync),
@@ -329,7 +334,7 @@ impl Client {
     fn acknowledge(&mut self) -> Want {
         let open = self.open.keys().find(|request| request.is_repeatable());
         let up_to = open.map_or(self.next_request, |request| request.0 - 1);
-        self.ask(Op::Acknowledge { up_to: RequestId(up_to) })
+        self.ask(command::Acknowledge { up_to: RequestId(up_to) })
     }
 
     /// A request goes out.
@@ -409,51 +414,84 @@ impl Client {
             u64::try_from(local * 1_000_000 / rate).expect("short")
         };
         let _ = calm;
-        match (op, outcome) {
-            (Op::Acquire { key, mode, lease, .. }, Outcome::Granted(grant))
-            | (Op::Wait { key, mode, lease, .. }, Outcome::Granted(grant)) => {
-                let valid = valid(*lease);
-                let (key, mode, lease, token) = (key.clone(), *mode, *lease, grant.token);
+        let command = op.command();
+        match (op, command, outcome) {
+            (
+                Op::Do(_),
+                Some(Command::Acquire(command::Acquire { mode, lease: Some(lease), key, .. })),
+                Outcome::Granted(grant),
+            )
+            | (
+                &Op::Wait(_, mode, lease),
+                Some(Command::Wait(command::Wait { key, .. })),
+                Outcome::Granted(grant),
+            ) => {
+                let (valid, token) = (valid(lease), grant.token);
                 let (renew_at, forget_at) = (now + lease.0 / 3, sent + valid);
+                let key = key.to_vec();
                 self.holds.push(Held { key: key.clone(), mode, token, lease, renew_at, forget_at });
                 Some(Learned { key, mode, token, valid })
             }
-            (Op::Enqueue { key, mode, lease, .. }, Outcome::Acquired(_) | Outcome::Queued) => {
-                self.enqueued.push((key.clone(), *mode, *lease));
+            (
+                Op::Do(_),
+                Some(Command::Enqueue(command::Enqueue { mode, lease: Some(lease), key, .. })),
+                Outcome::Acquired(_) | Outcome::Queued,
+            ) => {
+                self.enqueued.push((key.to_vec(), mode, lease));
                 None
             }
-            (Op::Renew { token, lease, .. }, Outcome::Renewed { .. }) => {
-                let valid = valid(*lease);
-                let held = self.holds.iter_mut().find(|held| held.token == *token)?;
+            (
+                Op::Do(_),
+                Some(Command::Renew(command::Renew { token, lease: Some(lease), .. })),
+                Outcome::Renewed { .. },
+            ) => {
+                let valid = valid(lease);
+                let held = self.holds.iter_mut().find(|held| held.token == token)?;
                 held.forget_at = held.forget_at.max(sent + valid);
                 let (key, mode) = (held.key.clone(), held.mode);
-                Some(Learned { key, mode, token: *token, valid })
+                Some(Learned { key, mode, token, valid })
             }
             // It does not say which holds it found, so only one that is still valid here goes on.
-            (Op::RenewSession { token, lease }, Outcome::Number(1..)) => {
-                let valid = valid(*lease);
-                let held = self.holds.iter_mut().find(|held| held.token == *token)?;
+            (
+                &Op::RenewSession(_, token),
+                Some(Command::RenewSession(command::RenewSession { lease })),
+                Outcome::Number(1..),
+            ) => {
+                let valid = valid(lease);
+                let held = self.holds.iter_mut().find(|held| held.token == token)?;
                 if held.forget_at <= now {
                     return None;
                 }
                 held.forget_at = held.forget_at.max(sent + valid);
                 let (key, mode) = (held.key.clone(), held.mode);
-                Some(Learned { key, mode, token: *token, valid })
+                Some(Learned { key, mode, token, valid })
             }
-            (Op::Renew { token, .. } | Op::RenewSession { token, .. }, _) => {
-                self.holds.retain(|held| held.token != *token);
+            (_, Some(Command::Renew(command::Renew { token, .. })), _)
+            | (&Op::RenewSession(_, token), ..) => {
+                self.holds.retain(|held| held.token != token);
                 None
             }
-            (Op::Keep { secret }, Outcome::Done) => {
+            (Op::Keep { secret }, ..) if *outcome == Outcome::Done => {
                 self.kept = Some(*secret);
                 self.next_request = 0;
                 None
             }
-            (Op::Cas { key, .. } | Op::KvSet { key, .. }, Outcome::Written(revision)) => {
-                self.revisions.insert(key.clone(), *revision);
+            (
+                _,
+                Some(
+                    Command::KvCompareAndSet(command::KvCompareAndSet { key, .. })
+                    | Command::KvSet(command::KvSet { key, .. }),
+                ),
+                Outcome::Written(revision),
+            ) => {
+                self.revisions.insert(key.to_vec(), *revision);
                 None
             }
-            (Op::Cas { key, .. }, Outcome::Conflict) => {
+            (
+                _,
+                Some(Command::KvCompareAndSet(command::KvCompareAndSet { key, .. })),
+                Outcome::Conflict,
+            ) => {
                 self.revisions.remove(key);
                 None
             }
@@ -481,15 +519,12 @@ impl Client {
     }
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "only one kind has a wait to lose")]
 impl Want {
     fn without_wait(self) -> Self {
-        match self {
-            Self::Ask(Op::Acquire { key, mode, lease, salt, .. }, request, keep) => {
-                Self::Ask(Op::Acquire { key, mode, wait: Span::ZERO, lease, salt }, request, keep)
-            }
-            other => other,
-        }
+        let Self::Ask(Op::Do(command), request, keep) = self else { return self };
+        let mut command = command.get();
+        command.shorten_wait(command.wait());
+        Self::Ask(command.into(), request, keep)
     }
 }
 

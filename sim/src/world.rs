@@ -8,7 +8,9 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use bytes::Bytes;
-use dflockd_core::{Effect, Limits, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp};
+use dflockd_core::{
+    Command, Effect, Limits, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp, command,
+};
 use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
 use dflockd_engine::replica::log::{
     LogBatch, LogOptions, LogStore, OpenError, Room, write_snapshot,
@@ -977,7 +979,7 @@ impl World {
                     return;
                 }
                 let Some((conn, node)) = self.clients[client].link else { return };
-                if let Op::Release { token, .. } = &op {
+                if let Some(Command::Release(command::Release { token, .. })) = op.command() {
                     self.beliefs.end(token.fence);
                 }
                 let place = self.history.asked.len();
@@ -1008,35 +1010,29 @@ impl World {
     }
 
     /// Fills in whom a hostile request is about.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "only two kinds have a victim")]
     fn aim(&mut self, client: usize, op: &mut Op) -> bool {
-        match op {
-            Op::Kick { session: target } => {
-                let victim = self.work_rng.index(self.clients.len());
-                let Some((conn, id)) = self.clients[victim].link else { return false };
-                let Some(live) = &self.nodes[&id].live else { return false };
-                let Some(known) = live.conns.get(&conn) else { return false };
-                if victim == client {
-                    return false;
-                }
-                *target = known.session;
-                self.doomed.insert(known.session.0);
-                self.beliefs.end_client(victim);
-                self.clients[victim].forget_holds();
-                true
+        if let Op::Kick { session: target } = op {
+            let victim = self.work_rng.index(self.clients.len());
+            let Some((conn, id)) = self.clients[victim].link else { return false };
+            let Some(live) = &self.nodes[&id].live else { return false };
+            let Some(known) = live.conns.get(&conn) else { return false };
+            if victim == client {
+                return false;
             }
-            Op::Force { key: lock, space: at, fence: hold } => {
-                let victim = self.work_rng.index(self.clients.len());
-                let Some((key, space, token)) = self.clients[victim].any_hold() else {
-                    return false;
-                };
-                (*lock, *at, *hold) = (key.to_vec(), space, token.fence);
-                self.doomed.insert(token.fence.0);
-                self.beliefs.end(token.fence);
-                true
-            }
-            _ => true,
+            *target = known.session;
+            self.doomed.insert(known.session.0);
+            self.beliefs.end_client(victim);
+            self.clients[victim].forget_holds();
+        } else if let Some(Command::ForceRelease(_)) = op.command() {
+            let victim = self.work_rng.index(self.clients.len());
+            let Some((key, space, token)) = self.clients[victim].any_hold() else {
+                return false;
+            };
+            *op = command::ForceRelease { space, fence: token.fence, key }.into();
+            self.doomed.insert(token.fence.0);
+            self.beliefs.end(token.fence);
         }
+        true
     }
 
     fn send_node(&mut self, id: RaftId, input: Input) {
@@ -1523,7 +1519,7 @@ impl Live {
     ) -> Option<Tell> {
         let known = self.conns.get_mut(&conn)?;
         asked.session = Some(known.session);
-        if matches!(asked.op, Op::Watch { .. } | Op::Observe { .. } | Op::Listen { .. }) {
+        if matches!(asked.op.command(), Some(Command::Subscribe(_))) {
             known.subscribed = true;
         }
         let Some(action) = asked.op.action() else {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use dflockd_core::{Outcome, Query};
+use dflockd_core::{Command, Outcome, Query, command};
 
 use super::Broken;
 use crate::history::{End, History};
@@ -19,7 +19,7 @@ pub fn check(history: &History, oracle: &Oracle) -> Result<(), Broken> {
 fn counters(history: &History, oracle: &Oracle) -> Result<(), Broken> {
     let mut sums: BTreeMap<&[u8], (i64, i64)> = BTreeMap::new();
     for asked in &history.asked {
-        let Op::Add { key } = &asked.op else { continue };
+        let Some(Command::Add(command::Add { key, .. })) = asked.op.command() else { continue };
         let (sure, perhaps) = sums.entry(key).or_default();
         match &asked.end {
             End::Told(_, Outcome::Number(_)) => *sure += 1,
@@ -48,14 +48,17 @@ fn lists(history: &History, oracle: &Oracle) -> Result<(), Broken> {
     let mut pushed: BTreeMap<&[u8], (&[u8], bool)> = BTreeMap::new();
     let mut told: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
     for (at, asked) in history.asked.iter().enumerate() {
-        match (&asked.op, &asked.end) {
-            (Op::Push { key, value, .. }, End::Told(_, Outcome::Number(_))) => {
+        match (asked.op.command(), &asked.end) {
+            (
+                Some(Command::Push(command::Push { key, value, .. })),
+                End::Told(_, Outcome::Number(_)),
+            ) => {
                 pushed.insert(value, (key, true));
             }
-            (Op::Push { key, value, .. }, End::Open | End::Unknown) => {
+            (Some(Command::Push(command::Push { key, value, .. })), End::Open | End::Unknown) => {
                 pushed.insert(value, (key, false));
             }
-            (Op::Pop { .. }, End::Told(_, Outcome::Popped { value, .. })) => {
+            (Some(Command::Pop(_)), End::Told(_, Outcome::Popped { value, .. })) => {
                 if let Some(other) = told.insert(value.to_vec(), at) {
                     let what = format!(
                         "{value:?} was popped twice: {:?} and {asked:?}",
@@ -63,8 +66,10 @@ fn lists(history: &History, oracle: &Oracle) -> Result<(), Broken> {
                     );
                     return Err(Broken::new("totals", what));
                 }
-                let is_it =
-                    |op: &Op| matches!(op, Op::Push { value: known, .. } if **known == **value);
+                let is_it = |op: &Op| {
+                    let push = op.command();
+                    matches!(push, Some(Command::Push(push)) if *push.value == **value)
+                };
                 let known = pushed.contains_key(&**value)
                     || history.asked.iter().any(|other| is_it(&other.op));
                 if !known {
