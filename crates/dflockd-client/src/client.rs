@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dflockd_wire::{ErrorCode, Op, Request, Response, Space, Unit, key_is_valid};
+use dflockd_wire::{ErrorCode, Op, Request, Response, Space, Unit, check};
 use tokio::sync::Mutex;
 
 use crate::cluster::{Cluster, Membership, Route};
@@ -705,17 +705,12 @@ pub fn shard(key: &[u8], servers: usize) -> usize {
 }
 
 pub(crate) fn check_key(key: &[u8]) -> Result<(), Error> {
-    if key_is_valid(key) && key.len() <= 256 {
-        Ok(())
-    } else {
-        Err(Error::Invalid("a key has 1 to 256 bytes and no white space".to_owned()))
-    }
+    check::key(key)?;
+    Ok(())
 }
 
 pub(crate) fn check_value(value: &[u8]) -> Result<(), Error> {
-    if value.is_empty() || value.iter().any(|byte| matches!(byte, b'\n' | b'\r')) {
-        return Err(Error::Invalid("a value is not empty and has no line break".to_owned()));
-    }
+    check::value(value)?;
     Ok(())
 }
 

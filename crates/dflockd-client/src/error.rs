@@ -1,6 +1,7 @@
 //! What can go wrong, and what a caller must know about it.
 
 use dflockd_wire::ErrorCode;
+use dflockd_wire::check::Invalid;
 
 /// Why a request did not succeed.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
@@ -40,6 +41,12 @@ pub enum Error {
     /// The client was closed.
     #[error("the client is closed")]
     Closed,
+}
+
+impl From<Invalid> for Error {
+    fn from(invalid: Invalid) -> Self {
+        Self::Invalid(invalid.text.to_owned())
+    }
 }
 
 impl Error {

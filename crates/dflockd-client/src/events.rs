@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Push, Request, Response, Unit, pattern_is_valid};
+use dflockd_wire::{ErrorCode, Op, Push, Request, Response, Unit, check};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::client::{Client, check_key};
+use crate::client::Client;
 use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::Error;
@@ -365,9 +365,6 @@ fn all(client: &Client) -> Vec<Route> {
 }
 
 fn check_pattern(pattern: &str) -> Result<(), Error> {
-    check_key(pattern.as_bytes())?;
-    if pattern_is_valid(pattern.as_bytes()) {
-        return Ok(());
-    }
-    Err(Error::Invalid(format!("not a pattern of at most 16 tokens: {pattern}")))
+    check::pattern(pattern.as_bytes())?;
+    Ok(())
 }

@@ -27,12 +27,12 @@ mod request;
 mod response;
 mod text;
 
-pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, Space};
+pub use dflockd_api::check::{
+    COUNT_MAX, KEY_BYTES_MAX, PATTERN_TOKENS_MAX, REASON_BYTES_MAX, SECONDS_MAX,
+};
+pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, Space, check};
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
-pub use request::{
-    COUNT_MAX, LS_LIMIT_MAX, PATTERN_TOKENS_MAX, ParseError, Request, key_is_valid,
-    pattern_is_valid,
-};
+pub use request::{LS_LIMIT_MAX, ParseError, Request};
 pub use response::{Push, Response, TokenText, print_number, split_number};
-pub use text::{SECONDS_MAX, Unit};
+pub use text::Unit;

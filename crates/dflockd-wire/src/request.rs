@@ -7,18 +7,15 @@
 use core::fmt;
 use core::time::Duration;
 
+use dflockd_api::check::{self, Invalid};
 use dflockd_api::{End, Mode, Space};
-use memchr::{memchr, memchr2, memchr2_iter};
+use memchr::memchr;
 
 use crate::line::Frame;
-use crate::op::{LONG_BYTES_MAX, Op};
+use crate::op::Op;
 use crate::text::{
-    Shown, Unit, is_blank, parse_i64, parse_number, parse_u64, print_i64, print_u64, split_field,
-    trim,
+    Shown, Unit, parse_i64, parse_number, parse_u64, print_i64, print_u64, split_field, trim,
 };
-
-/// The largest limit of a semaphore and the largest count of a barrier.
-pub const COUNT_MAX: u32 = 1_048_576;
 
 /// The most keys one `ls` may ask for.
 pub const LS_LIMIT_MAX: usize = 10_000;
@@ -143,6 +140,12 @@ impl fmt::Display for ParseError {
 
 impl core::error::Error for ParseError {}
 
+impl From<Invalid> for ParseError {
+    fn from(Invalid { code, text }: Invalid) -> Self {
+        Self { code, text }
+    }
+}
+
 type Parsed<'a> = Result<Request<'a>, ParseError>;
 
 impl<'a> Request<'a> {
@@ -178,38 +181,38 @@ impl<'a> Request<'a> {
             Op::Se => semaphore_enqueue(key, arg, unit),
             Op::W | Op::Rw | Op::Ww => wait_for(Space::Locks, key, arg, unit),
             Op::Sw => wait_for(Space::Semaphores, key, arg, unit),
-            Op::Observe => Ok(Self::Observe { key: check_key(key)? }),
-            Op::Unobserve => Ok(Self::Unobserve { key: check_key(key)? }),
+            Op::Observe => Ok(Self::Observe { key: check::key(key)? }),
+            Op::Unobserve => Ok(Self::Unobserve { key: check::key(key)? }),
 
             Op::Incr => add(key, arg, false),
             Op::Decr => add(key, arg, true),
-            Op::Get => Ok(Self::CounterGet { key: check_key(key)? }),
+            Op::Get => Ok(Self::CounterGet { key: check::key(key)? }),
             Op::Cset => counter_set(key, arg),
             Op::Kset => kv_set(key, arg, unit),
-            Op::Kget => Ok(Self::KvGet { key: check_key(key)? }),
-            Op::Kdel => Ok(Self::KvDelete { key: check_key(key)? }),
+            Op::Kget => Ok(Self::KvGet { key: check::key(key)? }),
+            Op::Kdel => Ok(Self::KvDelete { key: check::key(key)? }),
             Op::Kcas => kv_compare_and_set(key, arg, unit),
             Op::Lpush => push(key, End::Left, arg),
             Op::Rpush => push(key, End::Right, arg),
-            Op::Lpop => Ok(Self::Pop { key: check_key(key)?, end: End::Left }),
-            Op::Rpop => Ok(Self::Pop { key: check_key(key)?, end: End::Right }),
-            Op::Llen => Ok(Self::Length { key: check_key(key)? }),
+            Op::Lpop => Ok(Self::Pop { key: check::key(key)?, end: End::Left }),
+            Op::Rpop => Ok(Self::Pop { key: check::key(key)?, end: End::Right }),
+            Op::Llen => Ok(Self::Length { key: check::key(key)? }),
             Op::Lrange => range(key, arg),
             Op::Blpop => blocking_pop(key, End::Left, arg, unit),
             Op::Brpop => blocking_pop(key, End::Right, arg, unit),
             Op::Bwait => barrier_wait(key, arg, unit),
 
-            Op::Listen => Ok(Self::Listen { pattern: check_pattern(key)?, group: trim(arg) }),
+            Op::Listen => Ok(Self::Listen { pattern: check::pattern(key)?, group: trim(arg) }),
             Op::Unlisten => {
-                Ok(Self::Unlisten { pattern: check_old_pattern(key)?, group: trim(arg) })
+                Ok(Self::Unlisten { pattern: check::old_pattern(key)?, group: trim(arg) })
             }
             Op::Signal => signal(key, arg),
-            Op::Watch => Ok(Self::Watch { pattern: check_pattern(key)? }),
-            Op::Unwatch => Ok(Self::Unwatch { pattern: check_old_pattern(key)? }),
+            Op::Watch => Ok(Self::Watch { pattern: check::pattern(key)? }),
+            Op::Unwatch => Ok(Self::Unwatch { pattern: check::old_pattern(key)? }),
 
             Op::Cancel => Ok(Self::Cancel { number: number(arg)? }),
             Op::Ack => Ok(Self::Ack { number: number(arg)? }),
-            Op::Inspect => Ok(Self::Inspect { key: check_key(key)? }),
+            Op::Inspect => Ok(Self::Inspect { key: check::key(key)? }),
             Op::Ls => ls(key, arg),
             Op::ForceRelease => force_release(key, arg),
             Op::EndSession => end_session(key, arg),
@@ -500,13 +503,13 @@ fn hello<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
 }
 
 fn acquire<'a>(mode: Mode, line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [wait, lease] = fields(arg, 1)?;
     Ok(Request::Acquire { mode, key, wait: timeout(wait, unit)?, lease: lease_of(lease, unit)? })
 }
 
 fn semaphore_acquire<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [wait, limit, lease] = fields(arg, 2)?;
     let wait = timeout(wait, unit)?;
     let mode = Mode::Semaphore { limit: count(limit)? };
@@ -514,7 +517,7 @@ fn semaphore_acquire<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a
 }
 
 fn release<'a>(space: Space, line: &'a [u8], arg: &'a [u8], resign: bool) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let token = trim(arg);
     if token.is_empty() {
         return Err(ParseError::new(7, "empty token"));
@@ -523,52 +526,52 @@ fn release<'a>(space: Space, line: &'a [u8], arg: &'a [u8], resign: bool) -> Par
 }
 
 fn renew<'a>(space: Space, line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [token, lease] = fields(arg, 1)?;
     Ok(Request::Renew { space, key, token, lease: lease_of(lease, unit)? })
 }
 
 fn enqueue<'a>(mode: Mode, line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [lease] = fields(arg, 0)?;
     Ok(Request::Enqueue { mode, key, lease: lease_of(lease, unit)? })
 }
 
 fn semaphore_enqueue<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [limit, lease] = fields(arg, 1)?;
     let mode = Mode::Semaphore { limit: count(limit)? };
     Ok(Request::Enqueue { mode, key, lease: lease_of(lease, unit)? })
 }
 
 fn wait_for<'a>(space: Space, line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [wait] = fields(arg, 1)?;
     Ok(Request::Wait { space, key, wait: timeout(wait, unit)? })
 }
 
 fn add<'a>(line: &'a [u8], arg: &'a [u8], decrement: bool) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [delta] = fields(arg, 1)?;
     Ok(Request::Add { key, delta: integer(delta)?, decrement })
 }
 
 fn counter_set<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [value] = fields(arg, 1)?;
     Ok(Request::CounterSet { key, value: integer(value)? })
 }
 
 fn kv_set<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let Some(tab) = memchr(b'\t', arg) else {
-        return Ok(Request::KvSet { key, value: check_value(arg)?, ttl: None });
+        return Ok(Request::KvSet { key, value: check::value(arg)?, ttl: None });
     };
     let (value, ttl) = (&arg[..tab], &arg[tab + 1..]);
     if memchr(b'\t', ttl).is_some() {
         return Err(ParseError::new(8, "more than one TAB"));
     }
-    let value = check_value(value)?;
+    let value = check::value(value)?;
     if ttl.is_empty() {
         return Err(ParseError::new(8, "no TTL behind the TAB"));
     }
@@ -576,7 +579,7 @@ fn kv_set<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
 }
 
 fn kv_compare_and_set<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let mut parts = arg.split(|byte| *byte == b'\t');
     let (Some(old), Some(new), Some(ttl), None) =
         (parts.next(), parts.next(), parts.next(), parts.next())
@@ -585,9 +588,9 @@ fn kv_compare_and_set<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'
     };
     let old = match old {
         b"" => None,
-        old => Some(check_value(old)?),
+        old => Some(check::value(old)?),
     };
-    let new = check_value(new)?;
+    let new = check::value(new)?;
     let ttl = match ttl {
         b"" => None,
         ttl => ttl_of(ttl, unit)?,
@@ -596,63 +599,50 @@ fn kv_compare_and_set<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'
 }
 
 fn push<'a>(line: &'a [u8], end: End, arg: &'a [u8]) -> Parsed<'a> {
-    let key = check_key(line)?;
-    Ok(Request::Push { key, end, value: check_value(arg)? })
+    let key = check::key(line)?;
+    Ok(Request::Push { key, end, value: check::value(arg)? })
 }
 
 fn range<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [start, stop] = fields(arg, 2)?;
     Ok(Request::Range { key, start: integer(start)?, stop: integer(stop)? })
 }
 
 fn blocking_pop<'a>(line: &'a [u8], end: End, arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [wait] = fields(arg, 1)?;
     Ok(Request::BlockingPop { key, end, wait: timeout(wait, unit)? })
 }
 
 fn barrier_wait<'a>(line: &'a [u8], arg: &'a [u8], unit: Unit) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let [participants, wait] = fields(arg, 2)?;
     Ok(Request::BarrierWait { key, count: count(participants)?, wait: timeout(wait, unit)? })
 }
 
 fn signal<'a>(line: &'a [u8], payload: &'a [u8]) -> Parsed<'a> {
-    let channel = check_key(line)?;
-    if memchr2(b'*', b'>', channel).is_some() {
-        return Err(ParseError::new(5, "wildcard in a channel"));
-    }
-    let payload = check_value(payload)?;
-    if payload.iter().all(|byte| is_blank(*byte)) {
-        return Err(ParseError::new(8, "payload of only white space"));
-    }
-    // The push is `sig <channel> <payload>`, and clients read no longer line than this.
-    if payload.len() + channel.len() + "sig  ".len() > LONG_BYTES_MAX {
-        return Err(ParseError::new(8, "payload too long"));
-    }
-    Ok(Request::Signal { channel, payload })
+    let channel = check::channel(line)?;
+    Ok(Request::Signal { channel, payload: check::payload(channel, payload)? })
 }
 
 fn ls<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
-    let prefix = match check_key(line)? {
+    let prefix = match check::key(line)? {
         b"_" => b"",
         prefix => prefix,
     };
     let [limit, after] = fields(arg, 1)?;
-    let limit = usize::try_from(integer(limit)?)
-        .ok()
-        .filter(|limit| (1..=LS_LIMIT_MAX).contains(limit))
-        .ok_or(ParseError::new(4, "limit is not 1 to 10000"))?;
+    let limit = u64::try_from(integer(limit)?).unwrap_or_default();
+    let limit = check::page(Some(limit), LS_LIMIT_MAX, LS_LIMIT_MAX)?;
     let after = match after {
         b"" => None,
-        after => Some(check_key(after)?),
+        after => Some(check::key(after)?),
     };
     Ok(Request::Ls { prefix, limit, after })
 }
 
 fn force_release<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
-    let key = check_key(line)?;
+    let key = check::key(line)?;
     let (token, rest) = split_field(arg);
     let (space, rest) = split_field(rest);
     let (fence, reason) = split_field(rest);
@@ -684,86 +674,19 @@ fn cluster<'a>(line: &'a [u8], arg: &'a [u8]) -> Parsed<'a> {
     if token.is_empty() {
         return Err(ParseError::new(8, "no admin token"));
     }
-    Ok(Request::Cluster { verb, token, json: check_reason(json)? })
+    Ok(Request::Cluster { verb, token, json: check_text(json)? })
 }
 
-/// Whether `key` can name something: not empty, no white space, no end of line.
-#[must_use]
-pub fn key_is_valid(key: &[u8]) -> bool {
-    !key.is_empty() && !key.iter().any(|byte| matches!(byte, b' ' | b'\t' | b'\r' | b'\n'))
-}
-
-/// Tokens of a pattern.
-pub const PATTERN_TOKENS_MAX: usize = 16;
-
-/// Whether `pattern` is one of at most 16 tokens where `*` and `>` stand alone and `>` is last. Dots separate tokens,
-/// and so do slashes.
-#[must_use]
-pub fn pattern_is_valid(pattern: &[u8]) -> bool {
-    memchr2_iter(b'.', b'/', pattern).count() < PATTERN_TOKENS_MAX && is_pattern(pattern)
-}
-
-/// Whether `pattern` is one of any length.
-fn is_pattern(pattern: &[u8]) -> bool {
-    if pattern.is_empty() {
-        return false;
-    }
-    let mut tokens = pattern.split(|byte| matches!(byte, b'.' | b'/')).peekable();
-    while let Some(token) = tokens.next() {
-        let valid = match token {
-            b"*" => true,
-            b">" => tokens.peek().is_none(),
-            token => memchr2(b'*', b'>', token).is_none(),
-        };
-        if !valid {
-            return false;
-        }
-    }
-    true
-}
-
-fn check_key(key: &[u8]) -> Result<&[u8], ParseError> {
-    if key_is_valid(key) {
-        Ok(key)
-    } else {
-        Err(ParseError::new(5, "key is empty or contains white space"))
-    }
-}
-
-fn check_pattern(pattern: &[u8]) -> Result<&[u8], ParseError> {
-    if pattern_is_valid(check_key(pattern)?) {
-        Ok(pattern)
-    } else {
-        Err(ParseError::new(5, "malformed pattern, or one of more than 16 tokens"))
-    }
-}
-
-/// A pattern that may have been subscribed to when more tokens were allowed: whoever did can still end it.
-fn check_old_pattern(pattern: &[u8]) -> Result<&[u8], ParseError> {
-    if is_pattern(check_key(pattern)?) {
-        Ok(pattern)
-    } else {
-        Err(ParseError::new(5, "malformed pattern"))
-    }
-}
-
-/// A raw argument: anything that can be written back as part of one line.
-fn check_value(value: &[u8]) -> Result<&[u8], ParseError> {
-    if value.is_empty() {
-        return Err(ParseError::new(8, "empty value"));
-    }
-    if memchr2(b'\r', b'\n', value).is_some() {
-        return Err(ParseError::new(8, "CR inside a value"));
-    }
-    Ok(value)
-}
-
-/// A reason ends up in logs and audits, so it has to be text that stays on its line.
-fn check_reason(reason: &[u8]) -> Result<&str, ParseError> {
-    core::str::from_utf8(reason)
+/// Text that stays on its line, of whatever length the line has.
+fn check_text(text: &[u8]) -> Result<&str, ParseError> {
+    core::str::from_utf8(text)
         .ok()
-        .filter(|reason| !reason.contains(|char: char| char.is_control() && char != '\t'))
-        .ok_or(ParseError::new(8, "reason is not printable text"))
+        .filter(|text| !text.contains(|char: char| char.is_control() && char != '\t'))
+        .ok_or(ParseError::new(8, "not printable text"))
+}
+
+fn check_reason(reason: &[u8]) -> Result<&str, ParseError> {
+    Ok(check::reason(check_text(reason)?)?)
 }
 
 /// The fields of `arg`, at least `min` and at most `MAX`; those that are missing are empty.
@@ -822,10 +745,7 @@ fn duration(
 }
 
 fn count(field: &[u8]) -> Result<u32, ParseError> {
-    u32::try_from(integer(field)?)
-        .ok()
-        .filter(|count| (1..=COUNT_MAX).contains(count))
-        .ok_or(ParseError::new(13, "limit or count is not 1 to 1048576"))
+    Ok(check::count(integer(field)?)?)
 }
 
 fn number(arg: &[u8]) -> Result<u64, ParseError> {

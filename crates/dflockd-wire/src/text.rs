@@ -3,8 +3,7 @@
 use core::fmt;
 use core::time::Duration;
 
-/// The largest number of seconds anybody may ask for: what fits into 63 bits of nanoseconds.
-pub const SECONDS_MAX: u64 = 9_223_372_036;
+use dflockd_api::check::SECONDS_MAX;
 
 /// What the numbers of timeouts, leases and TTLs on a connection count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span, command};
+use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span, check, command};
 use dflockd_engine::Replicated;
 use dflockd_engine::TIMES_BUCKETS;
 use dflockd_engine::replica::admin::{AdminRequest, POLICY_CHANGED};
@@ -44,8 +44,6 @@ const PIECE_BYTES: usize = 192 << 10;
 const NODE_BYTES_MAX: usize = 64;
 /// The longest address.
 const ADDRESS_BYTES_MAX: usize = 262;
-/// The longest reason.
-const REASON_CHARS_MAX: usize = 256;
 
 /// A change of the cluster or of this member, checked.
 #[derive(Clone, Debug)]
@@ -388,10 +386,7 @@ fn check_address(what: &str, address: Option<&str>) -> Result<String, String> {
 }
 
 fn check_reason(reason: Option<&str>) -> Result<&str, String> {
-    reason
-        .filter(|reason| (1..=REASON_CHARS_MAX).contains(&reason.chars().count()))
-        .filter(|reason| !reason.contains(char::is_control))
-        .ok_or_else(|| "a reason of 1 to 256 printable characters is needed".into())
+    check::reason(reason.unwrap_or_default()).map_err(|invalid| invalid.text.to_owned())
 }
 
 fn digits(bytes: &[u8]) -> String {

@@ -5,7 +5,7 @@
 pub mod http {
     use std::borrow::Cow;
 
-    use dflockd_core::{Span, Token};
+    use dflockd_core::{Span, Token, check};
     use serde::{Deserialize, Serialize};
 
     use crate::frontend::http::{body, fields};
@@ -48,19 +48,19 @@ pub mod http {
     /// A pattern of keys or channels.
     #[must_use]
     pub fn pattern(text: &str) -> Option<&[u8]> {
-        fields::pattern(text).ok()
+        check::pattern(text.as_bytes()).ok()
     }
 
     /// An item of a list, or a payload.
     #[must_use]
     pub fn value(text: &str) -> Option<&[u8]> {
-        fields::value(text).ok()
+        check::value(text.as_bytes()).ok()
     }
 
     /// The value of an entry.
     #[must_use]
     pub fn entry(text: &str) -> Option<&[u8]> {
-        fields::entry(text).ok()
+        check::entry(text.as_bytes()).ok()
     }
 
     /// A token that somebody may hold.
@@ -84,7 +84,7 @@ pub mod http {
     /// Why an operator does something.
     #[must_use]
     pub fn reason(text: &str) -> Option<&str> {
-        fields::reason(text).ok()
+        check::reason(text).ok()
     }
 }
 
@@ -121,13 +121,13 @@ pub mod grpc {
     /// What a signal carries.
     #[must_use]
     pub fn payload(payload: &[u8]) -> Option<&[u8]> {
-        fields::payload(payload).ok()
+        fields::payload(b"c", payload).ok()
     }
 
     /// A length of time, if it is a legal one.
     #[must_use]
     pub fn span(millis: u64) -> Option<Span> {
-        fields::span(millis).ok()
+        fields::millis(millis).ok()
     }
 
     /// How a lock is asked for.

@@ -6,6 +6,7 @@
 
 use std::ops::RangeInclusive;
 
+use dflockd_core::check::SECONDS_MAX;
 use dflockd_core::{Limits, Span};
 
 use self::Valid::{Fixed, Number, Release, Truth};
@@ -59,7 +60,6 @@ macro_rules! policy_settings {
 }
 
 /// The longest time in seconds: what fits into 63 bits of nanoseconds.
-const SECONDS_MAX: u64 = 9_223_372_036;
 
 /// A setting of the policy.
 #[derive(Debug)]

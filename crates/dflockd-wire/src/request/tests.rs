@@ -305,19 +305,19 @@ fn patterns() {
     for valid in
         ["a", "*", ">", "a.*", "a.>", "*.*.>", "a..b", ".", "a.", "*.", "a/*", "a/>", "*/b.*", "/"]
     {
-        assert!(pattern_is_valid(valid.as_bytes()), "{valid}");
+        assert!(check::pattern(valid.as_bytes()).is_ok(), "{valid}");
         let pattern = valid.as_bytes();
         check(format!("watch\n{valid}\n\n"), Request::Watch { pattern });
         check(format!("unwatch\n{valid}\n\n"), Request::Unwatch { pattern });
         check(format!("unlisten\n{valid}\n\n"), Request::Unlisten { pattern, group: b"" });
     }
     for malformed in ["a*", "*a", "**", "a.b>", ">>", ">.a", "a.>.b", "a.>.", "*>", "a/b*", ">/a"] {
-        assert!(!pattern_is_valid(malformed.as_bytes()), "{malformed}");
+        assert!(check::pattern(malformed.as_bytes()).is_err(), "{malformed}");
         for name in ["listen", "unlisten", "watch", "unwatch"] {
             check_error(format!("{name}\n{malformed}\n\n"), 5);
         }
     }
-    assert!(!pattern_is_valid(b""));
+    assert!(check::pattern(b"").is_err());
     // GUARANTEES 48: what may be begun has 16 tokens; what began with more can be ended.
     for token in ["*", "a"] {
         let [longest, longer] = [16, 17].map(|tokens| vec![token; tokens].join("."));

@@ -53,7 +53,7 @@ impl Elections for Api {
     ) -> Result<Response<CampaignResponse>, Status> {
         let (peer, request) = open(request)?;
         let key = fields::key(&request.key)?;
-        let wait = fields::span(request.wait_ms)?;
+        let wait = fields::millis(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let (mode, salt) = (Mode::Election, rand::random());

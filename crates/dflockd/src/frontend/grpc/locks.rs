@@ -39,7 +39,7 @@ impl Locks for Api {
         let (peer, request) = open(request)?;
         let key = fields::key(&request.key)?;
         let mode = fields::mode(request.mode, request.limit)?;
-        let wait = fields::span(request.wait_ms)?;
+        let wait = fields::millis(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
         let lease = Some(client.lease(request.lease_ms)?);
         let salt = rand::random();
@@ -119,7 +119,7 @@ impl Locks for Api {
         let (peer, request) = open(request)?;
         let key = fields::key(&request.key)?;
         let space = fields::space(request.mode)?;
-        let wait = fields::span(request.wait_ms)?;
+        let wait = fields::millis(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
         let told = client.execute(Command::Wait(command::Wait { key, space, wait })).await?;
         let grant = granted(&told)?;

@@ -33,8 +33,8 @@ impl Signals for Api {
         request: Request<PublishRequest>,
     ) -> Result<Response<PublishResponse>, Status> {
         let (peer, request) = open(request)?;
-        let (channel, payload) =
-            (fields::key(&request.channel)?, fields::payload(&request.payload)?);
+        let channel = fields::channel(&request.channel)?;
+        let payload = fields::payload(channel, &request.payload)?;
         let client = self.0.client(peer, &request).await?;
         let told = client.execute(Command::Signal(command::Signal { channel, payload })).await?;
         let Outcome::Number(receivers) = told.outcome() else {

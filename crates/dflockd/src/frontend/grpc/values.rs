@@ -102,7 +102,7 @@ impl Kv for Api {
 
     async fn set(&self, request: Request<SetRequest>) -> Result<Response<SetResponse>, Status> {
         let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, fields::value(&request.value)?);
+        let (key, value) = (fields::key(&request.key)?, fields::entry(&request.value)?);
         let ttl = fields::lasting(request.ttl_ms)?;
         let client = self.0.client(peer, &request).await?;
         let told = client.execute(Command::KvSet(command::KvSet { key, value, ttl })).await?;
@@ -128,11 +128,11 @@ impl Kv for Api {
         request: Request<CompareAndSetRequest>,
     ) -> Result<Response<CompareAndSetResponse>, Status> {
         let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, fields::value(&request.new_value)?);
+        let (key, value) = (fields::key(&request.key)?, fields::entry(&request.new_value)?);
         let ttl = fields::lasting(request.ttl_ms)?;
         let expect = match &request.expect {
             Some(Expected::Absent(true)) => Expect::Absent,
-            Some(Expected::Value(value)) => Expect::Value(fields::value(value)?),
+            Some(Expected::Value(value)) => Expect::Value(fields::entry(value)?),
             Some(Expected::Revision(revision)) => Expect::Revision(Revision(*revision)),
             Some(Expected::Absent(false)) | None => {
                 return Err(Refused::bad_request("what is expected is required").into());
@@ -165,7 +165,7 @@ impl Lists for Api {
     async fn pop(&self, request: Request<PopRequest>) -> Result<Response<PopResponse>, Status> {
         let (peer, request) = open(request)?;
         let (key, end) = (fields::key(&request.key)?, fields::end(request.end)?);
-        let wait = request.wait_ms.map(fields::span).transpose()?;
+        let wait = request.wait_ms.map(fields::millis).transpose()?;
         let client = self.0.client(peer, &request).await?;
         let told = client.execute(Command::Pop(command::Pop { key, end, wait })).await?;
         let item = match told.outcome() {
@@ -230,8 +230,8 @@ impl Barriers for Api {
         request: Request<BarrierWaitRequest>,
     ) -> Result<Response<BarrierWaitResponse>, Status> {
         let (peer, request) = open(request)?;
-        let (key, count) = (fields::key(&request.key)?, fields::count(request.count)?);
-        let wait = fields::span(request.wait_ms)?;
+        let (key, count) = (fields::key(&request.key)?, fields::count(request.count.into())?);
+        let wait = fields::millis(request.wait_ms)?;
         let client = self.0.member(peer, &request).await?;
         let told =
             client.execute(Command::BarrierWait(command::BarrierWait { key, count, wait })).await?;

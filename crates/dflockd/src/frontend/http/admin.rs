@@ -7,7 +7,7 @@ use axum::extract::{FromRequestParts, State};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
-use dflockd_core::{Outcome, Refusal, SessionId, Space};
+use dflockd_core::{Outcome, Refusal, SessionId, Space, check};
 use dflockd_engine::Door;
 use dflockd_engine::replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
@@ -106,7 +106,7 @@ async fn force_release(
 ) -> Result<Response, ApiError> {
     let fence = fields::number(&body.fence);
     let fence = fence.ok_or_else(|| ApiError::bad_request("a fence is a number"))?;
-    let reason = fields::reason(&body.reason)?;
+    let reason = check::reason(&body.reason)?;
     let space = match body.space {
         LockSpace::Lock => Space::Locks,
         LockSpace::Sem => Space::Semaphores,
@@ -140,7 +140,7 @@ async fn end_session(
 ) -> Result<Response, ApiError> {
     let session = fields::number(&id);
     let session = session.ok_or_else(|| ApiError::bad_request("a session has a number"))?;
-    let reason = fields::reason(&body.reason)?;
+    let reason = check::reason(&body.reason)?;
     let common = app.common();
     if common.id() == SessionId(session) {
         return Err(ApiError::not_found());
@@ -415,7 +415,7 @@ async fn audit(
     State(app): State<Shared>,
     Query(query): Query<WhichRecords>,
 ) -> Result<Response, ApiError> {
-    let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
+    let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a record"))?;
     let found = app.service.audit.after(after, limit);

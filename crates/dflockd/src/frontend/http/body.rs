@@ -12,6 +12,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::request::Parts;
 use axum::http::{HeaderValue, StatusCode};
 use axum::response::Response;
+use dflockd_core::check;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -24,8 +25,6 @@ use super::error::ApiError;
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// The longest text of the parser that is passed on.
 const DETAIL_BYTES_MAX: usize = 400;
-/// The longest key.
-pub(crate) const KEY_BYTES_MAX: usize = 256;
 
 /// A JSON body: one value and nothing after it. `Option<Json<T>>` also takes an empty body and `null`.
 pub(crate) struct Json<T>(pub(crate) T);
@@ -137,10 +136,7 @@ impl FromRequestParts<Shared> for Key {
 
 /// A key, as it stands in the path after decoding.
 pub(crate) fn key(key: Vec<u8>) -> Result<Key, ApiError> {
-    let is_space = |byte: &u8| matches!(byte, b' ' | b'\t' | b'\r' | b'\n');
-    if key.is_empty() || key.len() > KEY_BYTES_MAX || key.iter().any(is_space) {
-        return Err(ApiError::bad_request("a key has 1 to 256 bytes and no white space"));
-    }
+    check::key(&key)?;
     Ok(Key(key))
 }
 

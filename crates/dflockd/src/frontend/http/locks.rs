@@ -248,7 +248,7 @@ async fn acquire_slot(
     session: &Session,
     Json(body): Json<AcquireSemaphore>,
 ) -> Result<Response, ApiError> {
-    let mode = Mode::Semaphore { limit: fields::limit(body.limit)? };
+    let mode = Mode::Semaphore { limit: fields::count(body.limit)? };
     let times = Acquire {
         acquire_timeout_s: body.acquire_timeout_s,
         acquire_timeout_ms: body.acquire_timeout_ms,
@@ -275,7 +275,7 @@ async fn enqueue_slot(
     session: &Session,
     Json(body): Json<EnqueueSemaphore>,
 ) -> Result<Response, ApiError> {
-    let mode = Mode::Semaphore { limit: fields::limit(body.limit)? };
+    let mode = Mode::Semaphore { limit: fields::count(body.limit)? };
     let lease = Enqueue { lease_ttl_s: body.lease_ttl_s, lease_ttl_ms: body.lease_ttl_ms };
     enqueue(key, session, mode, Some(Json(lease))).await
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 
 use axum::extract::State;
 use axum::response::Response;
+use dflockd_core::check::{self, KEY_BYTES_MAX};
 use dflockd_core::{
     HolderView, KeyKind, KeyView, LockKind, LockPage, LockView, Only, Primitive, SessionId, Tally,
     WaiterView,
@@ -21,7 +22,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::answer::{Decimal, millis};
-use super::body::{KEY_BYTES_MAX, Key, Query, json_line, reply};
+use super::body::{Key, Query, json_line, reply};
 use super::contract::{InKey, NoCluster, NotFound, Refusals};
 use super::error::ApiError;
 use super::streams::ChangeBody;
@@ -170,7 +171,7 @@ async fn list_locks(
     room: Room,
     Query(query): Query<ListLocks>,
 ) -> Result<Response, ApiError> {
-    let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
+    let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
     let prefix = query.prefix.unwrap_or_default();
     if prefix.len() > KEY_BYTES_MAX {
         return Err(ApiError::bad_request("a prefix has at most 256 bytes"));
@@ -477,7 +478,7 @@ async fn list_sessions(
     room: Room,
     Query(query): Query<ListSessions>,
 ) -> Result<Response, ApiError> {
-    let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
+    let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a session"))?;
     // The server's own session has nothing that would interest anybody.
@@ -554,7 +555,7 @@ async fn contention(
     room: Room,
     Query(query): Query<HowMany>,
 ) -> Result<Response, ApiError> {
-    let limit = fields::page(query.limit, CONTENTION, PAGE_MAX)?;
+    let limit = check::page(query.limit, CONTENTION, PAGE_MAX)?;
     let service = Arc::clone(&app.service);
     let work = move || {
         let locks = service.engine.contention(limit)?.into_locks();
@@ -607,8 +608,8 @@ async fn events(
     room: Room,
     Query(query): Query<RecentEvents>,
 ) -> Result<Response, ApiError> {
-    let limit = fields::page(query.limit, PAGE, PAGE_MAX)?;
-    let pattern = fields::pattern(query.pattern.as_deref().unwrap_or(">"))?;
+    let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
+    let pattern = check::pattern(query.pattern.as_deref().unwrap_or(">").as_bytes())?;
     let reading = async {
         let changes = app.service.feed.recent(pattern, limit).await;
         let changes = changes.map_err(|_| ApiError::unavailable())?;

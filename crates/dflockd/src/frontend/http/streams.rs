@@ -17,7 +17,9 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
-use dflockd_core::{Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription, command};
+use dflockd_core::{
+    Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription, check, command,
+};
 use dflockd_engine::Door;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
@@ -27,7 +29,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::answer::{self, Decimal};
-use super::body::{self, KEY_BYTES_MAX, Key, Query};
+use super::body::{self, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
 use super::sessions::{Hidden, Seat};
@@ -114,14 +116,9 @@ async fn listen(
     cut: Cut,
     Query(query): Query<Listen>,
 ) -> Result<Response, ApiError> {
-    let pattern = fields::pattern(required(query.pattern.as_deref())?)?;
-    // Trimmed, because the line protocol can name no other: a group has members from everywhere.
+    let pattern = check::pattern(required(query.pattern.as_deref())?.as_bytes())?;
     let group = query.group.unwrap_or_default();
-    let group = group.trim_matches([' ', '\t']).as_bytes();
-    let is_line_end = |byte: &u8| matches!(byte, b'\r' | b'\n');
-    if group.len() > KEY_BYTES_MAX || group.iter().any(is_line_end) {
-        return Err(ApiError::bad_request("a group has at most 256 bytes and neither CR nor LF"));
-    }
+    let group = check::group(group.as_bytes())?;
     let session = app.hidden(peer, &room, &format!("signals {}", peer.0))?;
     subscribe(&session, Subscription::Signals { pattern, group }).await?;
     Ok(stream(&app, peer, cut, Pushes(session)))
@@ -176,7 +173,7 @@ async fn watch(
     headers: HeaderMap,
     Query(query): Query<Watch>,
 ) -> Result<Response, ApiError> {
-    let pattern = fields::pattern(required(query.pattern.as_deref())?)?;
+    let pattern = check::pattern(required(query.pattern.as_deref())?.as_bytes())?;
     let seen = match headers.get("last-event-id") {
         Some(id) => Some(id.to_str().map_err(|_| ApiError::bad_request("a revision is a number"))?),
         None => query.after.as_deref(),

@@ -11,15 +11,14 @@ use axum::extract::{FromRequestParts, State};
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
-use dflockd_core::{Bytes, Command, End, Expect, Outcome, Query, Refusal, Span, command};
-use dflockd_wire::LONG_BYTES_MAX;
+use dflockd_core::{Bytes, Command, End, Expect, Outcome, Query, Refusal, Span, check, command};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::answer::{self, Decimal, StatusBody};
-use super::body::{self, Json, KEY_BYTES_MAX, Key, reply};
+use super::body::{self, Json, Key, reply};
 use super::contract::{
     BarrierConflict, CounterConflict, InKey, ListConflict, MayNeedSession, NeedsSession, Refusals,
     SessionGone,
@@ -228,7 +227,7 @@ impl PutEntry {
             (Some(revision), None, false) => {
                 fields::revision(revision).map(|revision| Some(Expect::Revision(revision)))
             }
-            (None, Some(value), false) => Ok(Some(Expect::Value(fields::entry(value)?))),
+            (None, Some(value), false) => Ok(Some(Expect::Value(check::entry(value.as_bytes())?))),
             (None, None, true) => Ok(Some(Expect::Absent)),
             (Some(_), Some(_), _) | (Some(_), _, true) | (_, Some(_), true) => {
                 Err(ApiError::bad_request("at most one condition"))
@@ -276,7 +275,7 @@ async fn put_entry(
     key: Key,
     Json(body): Json<PutEntry>,
 ) -> Result<Response, ApiError> {
-    let (key, value) = (&*key, fields::entry(&body.value)?);
+    let (key, value) = (&*key, check::entry(body.value.as_bytes())?);
     let ttl = fields::lasting(body.ttl_s, body.ttl_ms)?;
     let command = match body.expected()? {
         None => Command::KvSet(command::KvSet { key, value, ttl }),
@@ -411,7 +410,8 @@ async fn push(
     key: Key,
     Json(body): Json<Push>,
 ) -> Result<Response, ApiError> {
-    let (end, value) = (body.end.map_or(End::Right, End::from), fields::value(&body.value)?);
+    let (end, value) =
+        (body.end.map_or(End::Right, End::from), check::value(body.value.as_bytes())?);
     let answer = app.call_common(Command::Push(command::Push { key: &key, end, value })).await?;
     match answer.outcome() {
         Outcome::Number(length) => Ok(reply(&Length { length: *length })),
@@ -475,7 +475,7 @@ async fn range(
     body::Query(bounds): body::Query<Bounds>,
 ) -> Result<Response, ApiError> {
     let (start, stop) = (bounds.start.unwrap_or(0), bounds.stop.unwrap_or(-1));
-    let limit = fields::page(bounds.limit, ITEMS_MAX, ITEMS_MAX)?;
+    let limit = check::page(bounds.limit, ITEMS_MAX, ITEMS_MAX)?;
     let limit = if bounds.limit.is_some() { limit } else { usize::MAX };
     let reading = async {
         let (items, all) = app.items(&key, start, stop).await?;
@@ -601,8 +601,7 @@ async fn meet(
     Json(body): Json<Meet>,
 ) -> Result<Response, ApiError> {
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
-    let count = fields::count(body.count)
-        .ok_or_else(|| ApiError::bad_request("count must be 1 to 1048576"))?;
+    let count = fields::count(body.count)?;
     let claim = session.claim().await?;
     let answer =
         claim.call(Command::BarrierWait(command::BarrierWait { key: &key, count, wait })).await?;
@@ -623,16 +622,8 @@ impl FromRequestParts<Shared> for Channel {
 
     async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
         let channel = body::segment(parts, "{channel}")?;
-        let wellformed = dflockd_wire::key_is_valid(&channel)
-            && channel.len() <= KEY_BYTES_MAX
-            && dflockd_core::is_literal(&channel);
-        if wellformed {
-            Ok(Self(channel))
-        } else {
-            Err(ApiError::bad_request(
-                "a channel has 1 to 256 bytes, no white space and no wildcard",
-            ))
-        }
+        check::channel(&channel)?;
+        Ok(Self(channel))
     }
 }
 
@@ -667,14 +658,7 @@ async fn publish(
     Channel(channel): Channel,
     Json(Publish { payload }): Json<Publish>,
 ) -> Result<Response, ApiError> {
-    let payload = fields::value(&payload)?;
-    if payload.iter().all(|byte| matches!(byte, b' ' | b'\t')) {
-        return Err(ApiError::bad_request("a payload is not only white space"));
-    }
-    // Listeners of the line protocol get `sig <channel> <payload>` in one line.
-    if payload.len() + channel.len() + "sig  ".len() > LONG_BYTES_MAX {
-        return Err(ApiError::bad_request("the payload is too long"));
-    }
+    let payload = check::payload(&channel, payload.as_bytes())?;
     let answer =
         app.call_common(Command::Signal(command::Signal { channel: &channel, payload })).await?;
     match answer.outcome() {
