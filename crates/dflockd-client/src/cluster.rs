@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Request, Unit, print_number, split_number};
+use dflockd_wire::{ErrorCode, Request};
 use parking_lot::Mutex;
 use rand::seq::SliceRandom;
 use serde::Deserialize;
@@ -17,8 +17,9 @@ use tokio::task::JoinSet;
 
 use crate::clock::Instant;
 use crate::error::Error;
-use crate::link::{Link, OnDisconnect};
-use crate::stream::{Address, Dialer, Greeting, Lines};
+use crate::link::OnDisconnect;
+use crate::reply::Reply;
+use crate::stream::{Address, Dialer, Greeting, Lines, Session};
 
 /// The next member is dialed when the one before took so long.
 const STAGGER: Duration = Duration::from_millis(200);
@@ -326,9 +327,8 @@ impl Cluster {
     }
 
     /// Reads the answer to `stats` of the server at `address`.
-    pub(crate) fn learn(&self, address: &str, answer: &[u8], attached: bool) -> Told {
-        let text = answer.strip_prefix(b"ok ").unwrap_or_default();
-        let report = match serde_json::from_slice::<Stats>(text) {
+    pub(crate) fn learn(&self, address: &str, answer: &Reply, attached: bool) -> Told {
+        let report = match answer.json::<Stats>("stats") {
             Ok(Stats { cluster: Some(report) }) => report,
             Ok(Stats { cluster: None }) | Err(_) => {
                 self.put_off(address, FOREIGN_FOR);
@@ -347,7 +347,7 @@ impl Cluster {
             self.put_off(address, FOREIGN_FOR);
             return Told::Foreign;
         }
-        known.text_bytes = text.len();
+        known.text_bytes = answer.text_bytes();
         // One that is out of touch may tell of a past.
         if report.ready || is_first {
             let witness = |node: &String| report.witnesses.contains(node);
@@ -372,7 +372,7 @@ impl Cluster {
 
     /// Asks a server on a connection that was not greeted whether it is a member, and what it knows.
     pub(crate) async fn ask(&self, address: &Address, lines: &mut Lines) -> Option<Told> {
-        let answer = lines.ask(&Request::Stats, address.connect_timeout).await.ok()?;
+        let answer = lines.ask(None, &Request::Stats, address.connect_timeout).await.ok()?;
         Some(self.learn(&address.name, &answer, false))
     }
 
@@ -442,14 +442,11 @@ impl Cluster {
         session: Option<&str>,
         last: u64,
     ) -> Result<Joined, Error> {
-        let attach = session.map(|session| format!("attach={session}"));
-        let mut words =
-            Link::words(attach.as_ref().map_or(on_disconnect, |_| OnDisconnect::Release));
-        words.extend(attach.as_deref());
-        let greeting = lines.greet(&address.client_name, &words, GREETING_MAX).await;
-        let words = match greeting.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(words) if Link::suits(on_disconnect, &words) => words,
-            Greeting::Accepted(_) => return Err(address.unreachable("it does not keep sessions")),
+        let wanted = session.map_or(Session::New(on_disconnect), Session::Attach);
+        let greeted = lines.greet(&address.client_name, wanted, GREETING_MAX).await;
+        let session = match greeted.map_err(|error| address.greeting_failed(&error))? {
+            Greeting::Accepted(session) => session,
+            Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 // A witness; it knows the others.
                 self.ask(&address, &mut lines).await;
@@ -467,30 +464,14 @@ impl Cluster {
             }
             Greeting::Refused(code) => return Err(address.unreachable(code.text())),
         };
-        let number = last + 1;
-        let mut bytes = Vec::new();
-        print_number(number, &mut bytes);
-        Request::Stats.print(Unit::Millis, &mut bytes);
-        let asked = async {
-            lines.send(&bytes).await?;
-            loop {
-                let line = lines.reader.next().await?;
-                if let Some((answered, rest)) = split_number(&line)
-                    && answered == number
-                {
-                    return Ok::<_, std::io::Error>(rest.to_vec());
-                }
-            }
-        };
-        let answer = match tokio::time::timeout(address.connect_timeout, asked).await {
-            Ok(answer) => answer.map_err(|error| address.unreachable(error))?,
-            Err(_) => return Err(address.unreachable("it does not answer")),
-        };
+        let last = last + 1;
+        let asked = lines.ask(Some(last), &Request::Stats, address.connect_timeout).await;
+        let answer = asked.map_err(|error| address.unreachable(error))?;
         if self.learn(&address.name, &answer, true) == Told::Foreign {
             return Err(not_a_member(&address));
         }
         self.handle_asked();
-        Ok(Joined { address, lines, words, last: number })
+        Ok(Joined { address, lines, session, last })
     }
 }
 
@@ -507,7 +488,7 @@ impl Known {
 pub(crate) struct Joined {
     pub(crate) address: Address,
     pub(crate) lines: Lines,
-    pub(crate) words: Vec<String>,
+    pub(crate) session: Option<String>,
     /// The last number that was used.
     pub(crate) last: u64,
 }
@@ -540,7 +521,7 @@ mod tests {
         Cluster::new(dialer, seeds.iter().map(ToString::to_string).collect(), prefer_leader)
     }
 
-    fn report(node: &str, leader: &str, members: &[(&str, &str)]) -> Vec<u8> {
+    fn report(node: &str, leader: &str, members: &[(&str, &str)]) -> Reply {
         let members: Vec<_> = members
             .iter()
             .map(|(node, address)| {
@@ -550,11 +531,11 @@ mod tests {
             })
             .collect();
         let members = members.join(",");
-        format!(
-            r#"ok {{"connections":1,"locks":[],"cluster":{{"node_id":"{node}","ready":true,"leader_id":"{leader}",
+        let text = format!(
+            r#"{{"connections":1,"locks":[],"cluster":{{"node_id":"{node}","ready":true,"leader_id":"{leader}",
             "voters":[],"witnesses":["w"],"members":[{members}]}}}}"#
-        )
-        .into_bytes()
+        );
+        Reply::Value(text.into_bytes())
     }
 
     fn names(cluster: &Cluster) -> Vec<String> {
@@ -613,7 +594,8 @@ mod tests {
     #[test]
     fn strangers_are_told_apart() {
         let cluster = cluster(&["h:1"], false);
-        assert_eq!(cluster.learn("h:9", b"ok {\"connections\":1}", true), Told::Foreign);
+        let alone = Reply::Value(b"{\"connections\":1}".to_vec());
+        assert_eq!(cluster.learn("h:9", &alone, true), Told::Foreign);
         cluster.learn("h:1", &report("a", "b", &THREE), true);
         let other = report("x", "x", &[("x", "h:8")]);
         assert_eq!(cluster.learn("h:8", &other, true), Told::Foreign);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Push, Request, Response, Unit, pattern_is_valid};
+use dflockd_wire::{ErrorCode, Request, Unit, pattern_is_valid};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -13,8 +13,8 @@ use crate::client::{Client, check_key};
 use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::Error;
-use crate::guard::refusal;
-use crate::stream::{Greeting, Lines};
+use crate::reply::{Event, Incoming, Reply};
+use crate::stream::{Greeting, Lines, Message, Session};
 
 /// Events that may wait for the application.
 const BUFFERED_MAX: usize = 4096;
@@ -77,7 +77,7 @@ impl Subscription {
 
 /// A stream of pushes from one or more servers.
 struct Stream {
-    events: mpsc::Receiver<Vec<u8>>,
+    events: mpsc::Receiver<Event>,
     counts: Arc<Counts>,
     tasks: Vec<JoinHandle<()>>,
 }
@@ -89,12 +89,10 @@ struct Counts {
 }
 
 impl Counts {
-    /// Passes lines on as far as there is room, and counts the others.
-    fn pass_on(&self, sender: &mpsc::Sender<Vec<u8>>, lines: Vec<Vec<u8>>) {
-        for line in lines {
-            if matches!(sender.try_send(line), Err(mpsc::error::TrySendError::Full(_))) {
-                self.dropped.fetch_add(1, Ordering::Relaxed);
-            }
+    /// Passes an event on if there is room, or counts it.
+    fn pass_on(&self, sender: &mpsc::Sender<Event>, event: Event) {
+        if matches!(sender.try_send(event), Err(mpsc::error::TrySendError::Full(_))) {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
@@ -106,7 +104,7 @@ impl Stream {
         let mut stream = Self { events, counts, tasks: Vec::new() };
         for route in routes {
             let (lines, early) = subscribe_first(&route, &subscription).await?;
-            stream.counts.pass_on(&sender, early);
+            early.into_iter().for_each(|event| stream.counts.pass_on(&sender, event));
             let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
             let subscription = subscription.clone();
             stream.tasks.push(tokio::spawn(async move {
@@ -116,7 +114,7 @@ impl Stream {
         Ok(stream)
     }
 
-    async fn next(&mut self) -> Option<Vec<u8>> {
+    async fn next(&mut self) -> Option<Event> {
         self.events.recv().await
     }
 }
@@ -133,7 +131,7 @@ impl Drop for Stream {
 async fn subscribe_first(
     route: &Route,
     subscription: &Subscription,
-) -> Result<(Lines, Vec<Vec<u8>>), Error> {
+) -> Result<(Lines, Vec<Event>), Error> {
     let begun = Instant::now();
     let mut backoff = BACKOFF_MIN;
     loop {
@@ -150,22 +148,22 @@ async fn subscribe_first(
     }
 }
 
-/// Subscribes on a new connection. A push may come before the answer; it is returned, too.
+/// Subscribes on a new connection. An event may come before the answer; it is returned, too.
 async fn subscribe(
     route: &Route,
     subscription: &Subscription,
-) -> Result<(Lines, Vec<Vec<u8>>), Error> {
+) -> Result<(Lines, Vec<Event>), Error> {
     let mut lines = route.connect().await?;
     let timeout = route.patience();
     // For the name in `stats`; a server that does not know it answers `error` and goes on.
-    match lines.greet(&route.client_name(), &[], timeout).await {
+    match lines.greet(&route.client_name(), Session::None, timeout).await {
         Ok(Greeting::NotLeader(leader)) => {
             if let Some(cluster) = route.cluster() {
                 cluster.handle_redirect(leader.as_deref());
             }
             return Err(Error::Refused(ErrorCode::NotLeader));
         }
-        Ok(Greeting::Accepted(_) | Greeting::Refused(_)) => {}
+        Ok(Greeting::Accepted(_) | Greeting::Unsuited | Greeting::Refused(_)) => {}
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
             return Err(Error::Auth);
         }
@@ -174,33 +172,26 @@ async fn subscribe(
     }
     let request = subscription.request();
     let mut early = Vec::new();
-    let mut answer = lines.ask(&request, timeout).await;
-    loop {
-        let line = answer.map_err(|error| route.unreachable(error))?;
-        if line == b"ok" {
-            return Ok((lines, early));
+    let hear = |incoming| {
+        if let Incoming::Event(event) = incoming {
+            early.push(event);
         }
-        if Push::parse(&line).is_none() {
-            if let Some(cluster) = route.cluster()
-                && let Some(Response::NotLeader(leader)) =
-                    Response::parse(Op::Ping, &line, Unit::Seconds)
-            {
-                cluster.handle_redirect(leader);
-            }
-            return Err(refusal(request.op().name(), &line));
-        }
-        early.push(line);
-        let next = tokio::time::timeout(timeout, lines.reader.next()).await;
-        answer = next.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
+    };
+    let reply = lines.ask_hearing(None, &request, timeout, hear).await;
+    let reply = reply.map_err(|error| route.unreachable(error))?;
+    if let (Some(cluster), Reply::NotLeader(leader)) = (route.cluster(), &reply) {
+        cluster.handle_redirect(leader.as_deref());
     }
+    reply.done(request.op().name())?;
+    Ok((lines, early))
 }
 
-/// Passes pushes on, and subscribes again when the connection breaks.
+/// Passes events on, and subscribes again when the connection breaks.
 async fn forward(
     route: Route,
     subscription: Subscription,
     lines: Lines,
-    sender: &mpsc::Sender<Vec<u8>>,
+    sender: &mpsc::Sender<Event>,
     counts: &Counts,
 ) {
     let mut lines = Some(lines);
@@ -217,36 +208,42 @@ async fn forward(
         tokio::time::sleep(backoff.mul_f64(rand::random())).await;
         backoff = (backoff * 2).min(BACKOFF_MAX);
         if let Ok((again, early)) = subscribe(&route, &subscription).await {
-            counts.pass_on(sender, early);
+            early.into_iter().for_each(|event| counts.pass_on(sender, event));
             lines = Some(again);
         }
     }
 }
 
-async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts) {
+async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Event>, counts: &Counts) {
     let (question, heartbeat) = match route {
         Route::One(_) => (Request::Ping, HEARTBEAT),
         Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
     };
-    let mut ping = Vec::new();
-    question.print(Unit::Seconds, &mut ping);
+    let question = Message::new(&question, Unit::Seconds);
+    let pass_on = |incoming| {
+        if let Incoming::Event(event) = incoming {
+            counts.pass_on(sender, event);
+        }
+    };
     let mut answered = true;
     loop {
-        match tokio::time::timeout(heartbeat, lines.reader.next()).await {
-            Ok(Ok(line)) => {
+        match tokio::time::timeout(heartbeat, lines.next()).await {
+            // Out of touch, going, or no longer the leader.
+            Ok(Ok(Incoming::Reply(_, reply)))
+                if route.cluster().is_some() && reply.is_refusal() =>
+            {
+                return;
+            }
+            Ok(Ok(incoming)) => {
                 answered = true;
-                if Push::parse(&line).is_some() {
-                    counts.pass_on(sender, vec![line]);
-                } else if route.cluster().is_some() && line.starts_with(b"error") {
-                    // Out of touch, going, or no longer the leader.
-                    return;
-                }
+                pass_on(incoming);
             }
             Ok(Err(_)) => return,
             Err(_) if !answered => return,
             Err(_) => {
                 answered = false;
-                if lines.send(&ping).await.is_err() {
+                lines.queue(None, &question);
+                if lines.flush(heartbeat, pass_on).await.is_err() {
                     return;
                 }
             }
@@ -292,12 +289,8 @@ impl Signals {
     /// The next one; waits for it.
     pub async fn next(&mut self) -> Option<Signal> {
         loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Signal { channel, payload }) = Push::parse(&line) {
-                return Some(Signal {
-                    channel: String::from_utf8_lossy(channel).into_owned(),
-                    payload: payload.to_vec(),
-                });
+            if let Event::Signal(signal) = self.stream.next().await? {
+                return Some(signal);
             }
         }
     }
@@ -320,9 +313,8 @@ impl Watch {
     /// The next one; waits for it.
     pub async fn next(&mut self) -> Option<Change> {
         loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Watch { event, key }) = Push::parse(&line) {
-                return Some(Change { event: event.to_owned(), key: key.to_vec() });
+            if let Event::Change(change) = self.stream.next().await? {
+                return Some(change);
             }
         }
     }
@@ -345,14 +337,8 @@ impl Leaders {
     /// The next event; waits for it.
     pub async fn next(&mut self) -> Option<LeaderEvent> {
         loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Leader { event, .. }) = Push::parse(&line) {
-                match event {
-                    "elected" => return Some(LeaderEvent::Elected),
-                    "resigned" => return Some(LeaderEvent::Resigned),
-                    "failover" => return Some(LeaderEvent::Failover),
-                    _ => {}
-                }
+            if let Event::Leader(event) = self.stream.next().await? {
+                return Some(event);
             }
         }
     }

@@ -39,6 +39,7 @@ mod grpc;
 mod guard;
 mod link;
 mod locks;
+mod reply;
 mod stream;
 #[cfg(feature = "testing")]
 pub mod testing;

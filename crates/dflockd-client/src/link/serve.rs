@@ -1,17 +1,15 @@
 //! The connections of a link, one after the other: making them, carrying lines, noticing that one is dead.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_wire::{ErrorCode, Request};
-use tokio::io::{AsyncWriteExt, WriteHalf};
 
-use super::{Kind, Link, Lost, OnDisconnect, session_of};
+use super::{Kind, Link, Lost};
 use crate::clock::Instant;
 use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
 use crate::error::Error;
-use crate::stream::{Address, BoxBytes, Greeting, LineReader, Lines};
+use crate::stream::{Address, Greeting, Lines, Session};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
@@ -84,9 +82,8 @@ impl Pulse {
     }
 }
 
-/// Carries lines both ways until the connection breaks; says why it did.
-async fn serve(link: &Arc<Link>, lines: Lines) -> String {
-    let Lines { mut reader, mut writer } = lines;
+/// Carries requests and answers until the connection breaks; says why it did.
+async fn serve(link: &Arc<Link>, mut lines: Lines) -> String {
     let mut pulse = Pulse { heard_at: Instant::now(), asked_at: None };
     let mut closed_at = None;
     loop {
@@ -94,10 +91,13 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
             Ok(look_at) => look_at,
             Err(reason) => return reason.to_owned(),
         };
-        let bytes = link.take_unsent();
-        if !bytes.is_empty() {
-            if let Err(reason) = send(link, &mut pulse, &mut reader, &mut writer, &bytes).await {
-                return reason;
+        if link.queue_unsent(&mut lines) {
+            let hear = |incoming| {
+                pulse.hear();
+                link.handle(incoming);
+            };
+            if let Err(error) = lines.flush(link.unread_max(), hear).await {
+                return error.to_string();
             }
             continue;
         }
@@ -105,7 +105,7 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
         if link.is_closed() {
             let closed_at = *closed_at.get_or_insert_with(Instant::now);
             if !link.owes_something() || closed_at.elapsed() > FAREWELL {
-                let _ = writer.shutdown().await;
+                lines.close().await;
                 return "closed".to_owned();
             }
             pause = pause.min(FAREWELL);
@@ -113,43 +113,15 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
         tokio::select! {
             // First what has come: after a pause of the whole process it must not look like silence.
             biased;
-            line = reader.next() => match line {
-                Ok(line) => {
+            incoming = lines.next() => match incoming {
+                Ok(incoming) => {
                     pulse.hear();
-                    link.handle_line(&line);
+                    link.handle(incoming);
                 }
                 Err(error) => return error.to_string(),
             },
             () = link.wake.notified() => {}
             () = tokio::time::sleep(pause) => {}
-        }
-    }
-}
-
-/// Sends, and reads meanwhile: a server whose answers are not taken stops reading.
-async fn send(
-    link: &Arc<Link>,
-    pulse: &mut Pulse,
-    reader: &mut LineReader,
-    writer: &mut WriteHalf<BoxBytes>,
-    bytes: &[u8],
-) -> Result<(), String> {
-    let written = async {
-        writer.write_all(bytes).await?;
-        writer.flush().await
-    };
-    let mut written = pin!(tokio::time::timeout(link.unread_max(), written));
-    loop {
-        tokio::select! {
-            biased;
-            outcome = &mut written => return match outcome {
-                Ok(outcome) => outcome.map_err(|error| error.to_string()),
-                Err(_) => Err("the server reads nothing".to_owned()),
-            },
-            line = reader.next() => {
-                pulse.hear();
-                link.handle_line(&line.map_err(|error| error.to_string())?);
-            }
         }
     }
 }
@@ -189,7 +161,7 @@ impl Link {
             Some(at) if at.elapsed() >= PROBE_MAX => return Err("the member is out of touch"),
             Some(at) => next = next.min(at + PROBE_MAX),
             None if touched_at.elapsed() >= pace => {
-                state.push_as(Kind::Probe, &PROBE, None, None);
+                state.push_as(Kind::Probe, &PROBE, None);
                 let now = Instant::now();
                 state.member.probed_at = Some(now);
                 next = next.min(now + PROBE_MAX);
@@ -199,7 +171,7 @@ impl Link {
         let learn_at = cluster.learn_at();
         if learn_at.remaining().is_zero() {
             cluster.handle_asked();
-            state.push_as(Kind::Members, &Request::Stats, None, None);
+            state.push_as(Kind::Members, &Request::Stats, None);
         } else {
             next = next.min(learn_at);
         }
@@ -239,29 +211,27 @@ impl Link {
         let timeout = address.connect_timeout;
         let name = &address.client_name;
         if let Some(session) = session {
-            let attach = format!("attach={session}");
-            let words = attaching(&attach);
-            let greeted = lines.greet(name, &words, timeout).await;
+            let greeted = lines.greet(name, Session::Attach(&session), timeout).await;
             match greeted.map_err(|error| address.greeting_failed(&error))? {
-                Greeting::Accepted(_) => {
-                    self.handle_connected(Some(session), &address.name);
+                Greeting::Accepted(session) => {
+                    self.handle_connected(session, &address.name);
                     return Ok(lines);
                 }
                 Greeting::Refused(ErrorCode::Error) => {
                     self.handle_session_lost(Lost::Session, "the session has ended");
                 }
                 Greeting::Refused(code) => return Err(address.unreachable(code.text())),
+                Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
                 Greeting::NotLeader(_) => return Err(address.unreachable("it does not lead")),
             }
         }
-        let words = Self::words(self.on_disconnect);
-        let greeted = lines.greet(name, &words, timeout).await;
+        let greeted = lines.greet(name, Session::New(self.on_disconnect), timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
-                self.handle_connected(session_of(&words), &address.name);
+            Greeting::Accepted(session) => {
+                self.handle_connected(session, &address.name);
                 Ok(lines)
             }
-            Greeting::Accepted(_) | Greeting::Refused(_) | Greeting::NotLeader(_) => {
+            Greeting::Unsuited | Greeting::Refused(_) | Greeting::NotLeader(_) => {
                 Err(address.unreachable("the server no longer speaks the same protocol"))
             }
         }
@@ -294,23 +264,19 @@ impl Link {
         mut lines: Lines,
     ) -> Result<Lines, Error> {
         let session = self.state.lock().session.clone();
-        let attach = session.as_ref().map(|session| format!("attach={session}"));
-        let words = match &attach {
-            Some(attach) => attaching(attach),
-            None => Self::words(self.on_disconnect),
-        };
+        let wanted = session.as_deref().map_or(Session::New(self.on_disconnect), Session::Attach);
         // Until there is an answer the attempt may be executed at any time.
         let is_attempt = u32::from(session.is_some());
         self.state.lock().member.ghosts += is_attempt;
-        let greeted = lines.greet(&address.client_name, &words, GREETING_MAX).await;
+        let greeted = lines.greet(&address.client_name, wanted, GREETING_MAX).await;
         let greeting = greeted.map_err(|error| address.greeting_failed(&error))?;
         match greeting {
-            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
+            Greeting::Accepted(session) => {
                 self.state.lock().member.ghosts -= is_attempt;
-                self.handle_connected(session_of(&words), &address.name);
+                self.handle_connected(session, &address.name);
                 Ok(lines)
             }
-            Greeting::Accepted(_) => Err(address.unreachable("it does not keep sessions")),
+            Greeting::Unsuited => Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 self.state.lock().member.ghosts -= is_attempt;
                 cluster.ask(address, &mut lines).await;
@@ -333,11 +299,4 @@ impl Link {
             }
         }
     }
-}
-
-/// The words to attach with.
-fn attaching(attach: &str) -> Vec<&str> {
-    let mut words: Vec<&str> = Link::words(OnDisconnect::Release);
-    words.push(attach);
-    words
 }
