@@ -9,10 +9,11 @@ use tokio::sync::Mutex;
 use crate::cluster::{Cluster, Membership, Route};
 use crate::error::Error;
 use crate::events::{Signals, Watch};
+use crate::lines::Lines;
 use crate::link::{Link, LinkHandle, OnDisconnect, Start};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
 use crate::reply::Reply;
-use crate::stream::{Address, Dialer, Greeting, Lines, Session, Transport};
+use crate::stream::{Address, Dialer, Greeting, Session, Transport};
 use crate::values::{Barrier, Counter, Kv, List};
 
 /// Keys that a server lists at a time.

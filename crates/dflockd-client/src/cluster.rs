@@ -17,9 +17,10 @@ use tokio::task::JoinSet;
 
 use crate::clock::Instant;
 use crate::error::Error;
+use crate::lines::Lines;
 use crate::link::OnDisconnect;
 use crate::reply::Reply;
-use crate::stream::{Address, Dialer, Greeting, Lines, Session};
+use crate::stream::{Address, Dialer, Greeting, Session};
 
 /// The next member is dialed when the one before took so long.
 const STAGGER: Duration = Duration::from_millis(200);

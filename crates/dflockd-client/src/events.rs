@@ -13,8 +13,9 @@ use crate::client::{Client, check_key};
 use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::Error;
+use crate::lines::{Lines, Message};
 use crate::reply::{Event, Incoming, Reply};
-use crate::stream::{Greeting, Lines, Message, Session};
+use crate::stream::{Greeting, Session};
 
 /// Events that may wait for the application.
 const BUFFERED_MAX: usize = 4096;

@@ -9,9 +9,9 @@ use tokio::sync::{Notify, watch};
 
 use crate::clock::Instant;
 use crate::error::{Error, Lost};
+use crate::lines::Lines;
 use crate::link::LinkHandle;
 use crate::reply::Reply;
-use crate::stream::Lines;
 
 /// Pause after a renewal that failed for want of a connection.
 const RENEW_RETRY: Duration = Duration::from_millis(50);

@@ -37,6 +37,7 @@ pub mod fencing;
 #[cfg(feature = "grpc")]
 mod grpc;
 mod guard;
+mod lines;
 mod link;
 mod locks;
 mod reply;

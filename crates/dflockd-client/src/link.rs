@@ -20,8 +20,8 @@ use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::{Error, Lost};
 use crate::guard::Hold;
+use crate::lines::{Lines, Message};
 use crate::reply::{Incoming, Reply};
-use crate::stream::{Lines, Message};
 
 /// A member that answers later than this does so because it gave up: its own limit is 5 s.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(4);

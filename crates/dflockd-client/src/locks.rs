@@ -10,9 +10,9 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::events::Leaders;
 use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed};
+use crate::lines::Lines;
 use crate::link::space_of;
 use crate::reply::Reply;
-use crate::stream::Lines;
 
 /// The longest wait there is; as good as for ever.
 const FOR_EVER: Duration = Duration::from_secs(SECONDS_MAX);

@@ -9,7 +9,8 @@ use super::{Kind, Link, Lost};
 use crate::clock::Instant;
 use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
 use crate::error::Error;
-use crate::stream::{Address, Greeting, Lines, Session};
+use crate::lines::Lines;
+use crate::stream::{Address, Greeting, Session};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
