@@ -9,11 +9,10 @@ use tokio::sync::Mutex;
 use crate::cluster::{Cluster, Membership, Route};
 use crate::error::Error;
 use crate::events::{Signals, Watch};
-use crate::lines::Lines;
 use crate::link::{Link, LinkHandle, OnDisconnect, Start};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
 use crate::reply::Reply;
-use crate::stream::{Address, Dialer, Greeting, Session, Transport};
+use crate::stream::{Address, Connection, Dialer, Greeting, Session, Transport};
 use crate::values::{Barrier, Counter, Kv, List};
 
 /// Keys that a server lists at a time.
@@ -192,7 +191,7 @@ impl ClientBuilder {
         let heartbeat = self.heartbeat.unwrap_or(HEARTBEAT_IN_CLUSTER);
         let start = Start { on_disconnect, heartbeat, last: joined.last };
         let (route, at) = (Route::Cluster(cluster), joined.address.name);
-        let link = Link::start(route.clone(), at, start, joined.lines, joined.session);
+        let link = Link::start(route.clone(), at, start, joined.connection, joined.session);
         Ok(self.client(vec![Server { route, way: Way::Shared(link) }]))
     }
 
@@ -271,7 +270,7 @@ pub(crate) enum Way {
     /// Everything over one connection.
     Shared(Arc<LinkHandle>),
     /// A connection per held or waiting lock, and a few for the rest.
-    Plain(Mutex<Vec<Lines>>),
+    Plain(Mutex<Vec<Connection>>),
 }
 
 impl Server {
@@ -280,25 +279,27 @@ impl Server {
         on_disconnect: OnDisconnect,
         heartbeat: Duration,
     ) -> Result<Self, Error> {
-        let mut lines = address.connect().await?;
+        let mut connection = address.connect().await?;
         let (wanted, timeout) = (Session::New(on_disconnect), address.connect_timeout);
-        let greeting = lines.greet(&address.client_name, wanted, timeout).await;
+        let greeting = connection.greet(&address.client_name, wanted, timeout).await;
         let (name, route) = (address.name.clone(), Route::One(address.clone()));
         let way = match greeting {
             Ok(Greeting::Accepted(session)) => {
                 let start = Start { on_disconnect, heartbeat, last: 0 };
-                Way::Shared(Link::start(route.clone(), name, start, lines, session))
+                Way::Shared(Link::start(route.clone(), name, start, connection, session))
             }
             // It does not know the greeting. Servers of the first generations close after anything they do not
             // know, some after an answer, so this connection is not used again.
-            Ok(Greeting::Unsuited | Greeting::Refused(ErrorCode::Error)) if address.may_be_old => {
+            Ok(Greeting::Unsuited | Greeting::Refused(ErrorCode::Error))
+                if address.may_be_old() =>
+            {
                 Way::Plain(Mutex::new(Vec::new()))
             }
             Ok(Greeting::Unsuited) => return Err(address.unreachable("it keeps no sessions")),
             Ok(Greeting::Refused(code)) => return Err(address.unreachable(code.text())),
             Ok(Greeting::NotLeader(_)) => return Err(Error::Refused(ErrorCode::NotLeader)),
             Err(error)
-                if error.kind() == std::io::ErrorKind::UnexpectedEof && address.may_be_old =>
+                if error.kind() == std::io::ErrorKind::UnexpectedEof && address.may_be_old() =>
             {
                 Way::Plain(Mutex::new(Vec::new()))
             }
@@ -309,15 +310,15 @@ impl Server {
 
     /// Connects to a session that exists.
     async fn attach(address: Address, session: &str, heartbeat: Duration) -> Result<Self, Error> {
-        let mut lines = address.connect().await?;
+        let mut connection = address.connect().await?;
         let (wanted, timeout) = (Session::Attach(session), address.connect_timeout);
-        let greeted = lines.greet(&address.client_name, wanted, timeout).await;
+        let greeted = connection.greet(&address.client_name, wanted, timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
             Greeting::Accepted(session) => {
                 let last = above_all_numbers();
                 let start = Start { on_disconnect: OnDisconnect::Keep, heartbeat, last };
                 let (name, route) = (address.name.clone(), Route::One(address));
-                let link = Link::start(route.clone(), name, start, lines, session);
+                let link = Link::start(route.clone(), name, start, connection, session);
                 Ok(Self { route, way: Way::Shared(link) })
             }
             Greeting::Unsuited | Greeting::Refused(_) | Greeting::NotLeader(_) => {
@@ -333,16 +334,16 @@ impl Server {
             Way::Shared(link) => Ok(link.call(request)?.wait(timeout).await?.claim()),
             Way::Plain(pool) => {
                 let pooled = pool.lock().await.pop();
-                let mut lines = match pooled {
-                    Some(lines) => lines,
+                let mut connection = match pooled {
+                    Some(connection) => connection,
                     None => self.route.connect().await?,
                 };
                 // If this future is dropped the connection goes with it, and a late answer as well.
-                let reply = lines.ask(None, request, timeout).await;
+                let reply = connection.ask(None, request, timeout).await;
                 let reply = reply.map_err(|error| Error::Unknown { reason: error.to_string() })?;
                 let mut pool = pool.lock().await;
                 if pool.len() < POOL_MAX {
-                    pool.push(lines);
+                    pool.push(connection);
                 }
                 Ok(reply)
             }

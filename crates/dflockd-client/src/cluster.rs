@@ -17,10 +17,9 @@ use tokio::task::JoinSet;
 
 use crate::clock::Instant;
 use crate::error::Error;
-use crate::lines::Lines;
 use crate::link::OnDisconnect;
 use crate::reply::Reply;
-use crate::stream::{Address, Dialer, Greeting, Session};
+use crate::stream::{Address, Connection, Dialer, Greeting, Session, Transport};
 
 /// The next member is dialed when the one before took so long.
 const STAGGER: Duration = Duration::from_millis(200);
@@ -74,7 +73,7 @@ pub(crate) enum Route {
 
 impl Route {
     /// A connection: to the server, or to some member.
-    pub(crate) async fn connect(&self) -> Result<Lines, Error> {
+    pub(crate) async fn connect(&self) -> Result<Connection, Error> {
         match self {
             Self::One(address) => address.connect().await,
             Self::Cluster(cluster) => {
@@ -96,6 +95,13 @@ impl Route {
         match self {
             Self::One(address) => address.connect_timeout,
             Self::Cluster(cluster) => cluster.dialer.connect_timeout,
+        }
+    }
+
+    pub(crate) fn transport(&self) -> Transport {
+        match self {
+            Self::One(address) => address.transport,
+            Self::Cluster(cluster) => cluster.dialer.transport,
         }
     }
 
@@ -227,7 +233,7 @@ impl Cluster {
     pub(crate) async fn first_reached(
         &self,
         candidates: &mut VecDeque<Address>,
-    ) -> Result<(Address, Lines), Error> {
+    ) -> Result<(Address, Connection), Error> {
         let mut dials = JoinSet::new();
         let mut dialed: Vec<Address> = Vec::new();
         let mut last = self.unreachable("no member is known");
@@ -252,11 +258,11 @@ impl Cluster {
             let Some(Ok((address, connected))) = joined else { continue };
             dialed.retain(|other| other.name != address.name);
             match connected {
-                Ok(lines) => {
+                Ok(connection) => {
                     for other in dialed.into_iter().rev() {
                         candidates.push_front(other);
                     }
-                    return Ok((address, lines));
+                    return Ok((address, connection));
                 }
                 Err(error) => {
                     self.handle_failure(&address.name);
@@ -372,8 +378,8 @@ impl Cluster {
     }
 
     /// Asks a server on a connection that was not greeted whether it is a member, and what it knows.
-    pub(crate) async fn ask(&self, address: &Address, lines: &mut Lines) -> Option<Told> {
-        let answer = lines.ask(None, &Request::Stats, address.connect_timeout).await.ok()?;
+    pub(crate) async fn ask(&self, address: &Address, connection: &mut Connection) -> Option<Told> {
+        let answer = connection.ask(None, &Request::Stats, address.connect_timeout).await.ok()?;
         Some(self.learn(&address.name, &answer, false))
     }
 
@@ -416,9 +422,9 @@ impl Cluster {
             }
             let (error, over) = match self.first_reached(&mut candidates).await {
                 Err(error) => (error, true),
-                Ok((address, lines)) => {
+                Ok((address, connection)) => {
                     let name = address.name.clone();
-                    match self.join_at(address, lines, on_disconnect, session, last).await {
+                    match self.join_at(address, connection, on_disconnect, session, last).await {
                         Ok(joined) => return Ok(joined),
                         Err(error) => {
                             self.handle_failure(&name);
@@ -438,24 +444,24 @@ impl Cluster {
     async fn join_at(
         &self,
         address: Address,
-        mut lines: Lines,
+        mut connection: Connection,
         on_disconnect: OnDisconnect,
         session: Option<&str>,
         last: u64,
     ) -> Result<Joined, Error> {
         let wanted = session.map_or(Session::New(on_disconnect), Session::Attach);
-        let greeted = lines.greet(&address.client_name, wanted, GREETING_MAX).await;
+        let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
         let session = match greeted.map_err(|error| address.greeting_failed(&error))? {
             Greeting::Accepted(session) => session,
             Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 // A witness; it knows the others.
-                self.ask(&address, &mut lines).await;
+                self.ask(&address, &mut connection).await;
                 self.handle_redirect(leader.as_deref());
                 return Err(address.unreachable("it serves no clients"));
             }
             Greeting::Refused(ErrorCode::Error) => {
-                let told = self.ask(&address, &mut lines).await;
+                let told = self.ask(&address, &mut connection).await;
                 let known = session.is_none() || told != Some(Told::Member { ready: true });
                 return Err(match told {
                     Some(Told::Foreign) => not_a_member(&address),
@@ -466,13 +472,13 @@ impl Cluster {
             Greeting::Refused(code) => return Err(address.unreachable(code.text())),
         };
         let last = last + 1;
-        let asked = lines.ask(Some(last), &Request::Stats, address.connect_timeout).await;
+        let asked = connection.ask(Some(last), &Request::Stats, address.connect_timeout).await;
         let answer = asked.map_err(|error| address.unreachable(error))?;
         if self.learn(&address.name, &answer, true) == Told::Foreign {
             return Err(not_a_member(&address));
         }
         self.handle_asked();
-        Ok(Joined { address, lines, session, last })
+        Ok(Joined { address, connection, session, last })
     }
 }
 
@@ -488,7 +494,7 @@ impl Known {
 /// A session at a member.
 pub(crate) struct Joined {
     pub(crate) address: Address,
-    pub(crate) lines: Lines,
+    pub(crate) connection: Connection,
     pub(crate) session: Option<String>,
     /// The last number that was used.
     pub(crate) last: u64,
@@ -517,7 +523,7 @@ mod tests {
             client_name: "test".into(),
             connect_timeout: Duration::from_secs(5),
             user_timeout: None,
-            transport: crate::stream::Transport::Lines,
+            transport: Transport::Lines,
         };
         Cluster::new(dialer, seeds.iter().map(ToString::to_string).collect(), prefer_leader)
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Request, Unit, pattern_is_valid};
+use dflockd_wire::{ErrorCode, Request, pattern_is_valid};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -13,9 +13,8 @@ use crate::client::{Client, check_key};
 use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::Error;
-use crate::lines::{Lines, Message};
 use crate::reply::{Event, Incoming, Reply};
-use crate::stream::{Greeting, Session};
+use crate::stream::{Connection, Greeting, Session};
 
 /// Events that may wait for the application.
 const BUFFERED_MAX: usize = 4096;
@@ -104,12 +103,12 @@ impl Stream {
         let counts = Arc::<Counts>::default();
         let mut stream = Self { events, counts, tasks: Vec::new() };
         for route in routes {
-            let (lines, early) = subscribe_first(&route, &subscription).await?;
+            let (connection, early) = subscribe_first(&route, &subscription).await?;
             early.into_iter().for_each(|event| stream.counts.pass_on(&sender, event));
             let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
             let subscription = subscription.clone();
             stream.tasks.push(tokio::spawn(async move {
-                forward(route, subscription, lines, &sender, &counts).await;
+                forward(route, subscription, connection, &sender, &counts).await;
             }));
         }
         Ok(stream)
@@ -132,7 +131,7 @@ impl Drop for Stream {
 async fn subscribe_first(
     route: &Route,
     subscription: &Subscription,
-) -> Result<(Lines, Vec<Event>), Error> {
+) -> Result<(Connection, Vec<Event>), Error> {
     let begun = Instant::now();
     let mut backoff = BACKOFF_MIN;
     loop {
@@ -153,11 +152,11 @@ async fn subscribe_first(
 async fn subscribe(
     route: &Route,
     subscription: &Subscription,
-) -> Result<(Lines, Vec<Event>), Error> {
-    let mut lines = route.connect().await?;
+) -> Result<(Connection, Vec<Event>), Error> {
+    let mut connection = route.connect().await?;
     let timeout = route.patience();
     // For the name in `stats`; a server that does not know it answers `error` and goes on.
-    match lines.greet(&route.client_name(), Session::None, timeout).await {
+    match connection.greet(&route.client_name(), Session::None, timeout).await {
         Ok(Greeting::NotLeader(leader)) => {
             if let Some(cluster) = route.cluster() {
                 cluster.handle_redirect(leader.as_deref());
@@ -169,7 +168,7 @@ async fn subscribe(
             return Err(Error::Auth);
         }
         // The first generations hang up on what they do not know.
-        Err(_) => lines = route.connect().await?,
+        Err(_) => connection = route.connect().await?,
     }
     let request = subscription.request();
     let mut early = Vec::new();
@@ -178,29 +177,29 @@ async fn subscribe(
             early.push(event);
         }
     };
-    let reply = lines.ask_hearing(None, &request, timeout, hear).await;
+    let reply = connection.ask_hearing(None, &request, timeout, hear).await;
     let reply = reply.map_err(|error| route.unreachable(error))?;
     if let (Some(cluster), Reply::NotLeader(leader)) = (route.cluster(), &reply) {
         cluster.handle_redirect(leader.as_deref());
     }
     reply.done(request.op().name())?;
-    Ok((lines, early))
+    Ok((connection, early))
 }
 
 /// Passes events on, and subscribes again when the connection breaks.
 async fn forward(
     route: Route,
     subscription: Subscription,
-    lines: Lines,
+    connection: Connection,
     sender: &mpsc::Sender<Event>,
     counts: &Counts,
 ) {
-    let mut lines = Some(lines);
+    let mut connection = Some(connection);
     let mut backoff = BACKOFF_MIN;
     loop {
-        if let Some(lines) = lines.take() {
+        if let Some(connection) = connection.take() {
             backoff = BACKOFF_MIN;
-            pump(&route, lines, sender, counts).await;
+            pump(&route, connection, sender, counts).await;
             counts.interruptions.fetch_add(1, Ordering::Relaxed);
         }
         if sender.is_closed() {
@@ -210,17 +209,22 @@ async fn forward(
         backoff = (backoff * 2).min(BACKOFF_MAX);
         if let Ok((again, early)) = subscribe(&route, &subscription).await {
             early.into_iter().for_each(|event| counts.pass_on(sender, event));
-            lines = Some(again);
+            connection = Some(again);
         }
     }
 }
 
-async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Event>, counts: &Counts) {
+async fn pump(
+    route: &Route,
+    mut connection: Connection,
+    sender: &mpsc::Sender<Event>,
+    counts: &Counts,
+) {
     let (question, heartbeat) = match route {
         Route::One(_) => (Request::Ping, HEARTBEAT),
         Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
     };
-    let question = Message::new(&question, Unit::Seconds);
+    let question = connection.message(&question);
     let pass_on = |incoming| {
         if let Incoming::Event(event) = incoming {
             counts.pass_on(sender, event);
@@ -228,7 +232,7 @@ async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Event>, cou
     };
     let mut answered = true;
     loop {
-        match tokio::time::timeout(heartbeat, lines.next()).await {
+        match tokio::time::timeout(heartbeat, connection.next()).await {
             // Out of touch, going, or no longer the leader.
             Ok(Ok(Incoming::Reply(_, reply)))
                 if route.cluster().is_some() && reply.is_refusal() =>
@@ -243,8 +247,8 @@ async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Event>, cou
             Err(_) if !answered => return,
             Err(_) => {
                 answered = false;
-                lines.queue(None, &question);
-                if lines.flush(heartbeat, pass_on).await.is_err() {
+                connection.queue(None, &question);
+                if connection.flush(heartbeat, pass_on).await.is_err() {
                     return;
                 }
             }

@@ -9,9 +9,9 @@ use tokio::sync::{Notify, watch};
 
 use crate::clock::Instant;
 use crate::error::{Error, Lost};
-use crate::lines::Lines;
 use crate::link::LinkHandle;
 use crate::reply::Reply;
+use crate::stream::Connection;
 
 /// Pause after a renewal that failed for want of a connection.
 const RENEW_RETRY: Duration = Duration::from_millis(50);
@@ -30,26 +30,26 @@ pub(crate) enum Channel {
 
 /// A connection that belongs to one hold or one place in a queue.
 pub(crate) struct Own {
-    pub(crate) lines: tokio::sync::Mutex<Option<Lines>>,
+    pub(crate) connection: tokio::sync::Mutex<Option<Connection>>,
     /// Somebody wants to use the connection while it is watched for its end.
     wanted: Notify,
 }
 
 impl Own {
-    pub(crate) fn new(lines: Lines) -> Box<Self> {
-        let lines = tokio::sync::Mutex::new(Some(lines));
-        Box::new(Self { lines, wanted: Notify::new() })
+    pub(crate) fn new(connection: Connection) -> Box<Self> {
+        let connection = tokio::sync::Mutex::new(Some(connection));
+        Box::new(Self { connection, wanted: Notify::new() })
     }
 
     /// Completes when the server ends the connection: with it goes the lock.
     async fn broken(&self) {
         loop {
-            let mut lines = self.lines.lock().await;
-            let Some(open) = lines.as_mut() else { return };
+            let mut connection = self.connection.lock().await;
+            let Some(open) = connection.as_mut() else { return };
             tokio::select! {
                 // Nothing is asked, so whatever comes is the end or its announcement.
                 _ = open.next() => {
-                    *lines = None;
+                    *connection = None;
                     return;
                 }
                 // The mutex is fair: whoever wants it is next.
@@ -154,13 +154,13 @@ impl Hold {
             Channel::Shared(link) => Ok(link.call(request)?.wait(self.timeout).await?.claim()),
             Channel::Own(own) => {
                 own.wanted.notify_one();
-                let mut lines = own.lines.lock().await;
-                let Some(open) = lines.as_mut() else {
+                let mut connection = own.connection.lock().await;
+                let Some(open) = connection.as_mut() else {
                     return Err(Error::Unknown { reason: "the connection broke".to_owned() });
                 };
                 open.ask(None, request, self.timeout).await.map_err(|error| {
                     // Its answer could be taken for that of the next request.
-                    *lines = None;
+                    *connection = None;
                     Error::Unknown { reason: error.to_string() }
                 })
             }

@@ -18,7 +18,7 @@ const LINE_BYTES_MAX: usize = 256 * 1024 * 1024;
 /// What a connection with a session must do, or can.
 const SESSION_WORDS: [&str; 5] = ["mux", "ms", "fence", "lost", "lease-status"];
 
-/// A request as it is sent; kept until it is answered, because it may have to go out again.
+/// A request as this transport sends it.
 pub(crate) struct Message {
     op: Op,
     lines: Vec<u8>,
@@ -137,49 +137,12 @@ impl Lines {
         self.reader.next().await
     }
 
-    /// Sends a request and waits for its answer; what else comes meanwhile is dropped.
-    pub(crate) async fn ask(
-        &mut self,
-        number: Option<u64>,
-        request: &Request<'_>,
-        timeout: Duration,
-    ) -> io::Result<Reply> {
-        self.ask_hearing(number, request, timeout, |_| {}).await
-    }
-
-    /// The same; what else comes goes to `hear`.
-    pub(crate) async fn ask_hearing(
-        &mut self,
-        number: Option<u64>,
-        request: &Request<'_>,
-        timeout: Duration,
-        mut hear: impl FnMut(Incoming),
-    ) -> io::Result<Reply> {
-        self.queue(number, &Message::new(request, self.reader.unit));
-        let asked = async {
-            self.flush(timeout, &mut hear).await?;
-            loop {
-                let incoming = self.next().await?;
-                if let Incoming::Reply(answered, reply) = incoming {
-                    if answered == number {
-                        return Ok(reply);
-                    }
-                } else {
-                    hear(incoming);
-                }
-            }
-        };
-        let asked = tokio::time::timeout(timeout, asked).await;
-        asked.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+    pub(crate) fn unit(&self) -> Unit {
+        self.reader.unit
     }
 
     /// Tells who it is and asks for a session.
-    pub(crate) async fn greet(
-        &mut self,
-        name: &str,
-        session: Session<'_>,
-        timeout: Duration,
-    ) -> io::Result<Greeting> {
+    pub(crate) async fn greet(&mut self, name: &str, session: Session<'_>) -> io::Result<Greeting> {
         let (extra, is_kept) = match session {
             Session::None | Session::New(OnDisconnect::Release) => (None, false),
             Session::New(OnDisconnect::Keep) => (Some("keep".to_owned()), true),
@@ -188,7 +151,14 @@ impl Lines {
         let is_plain = matches!(session, Session::None);
         let mut words = if is_plain { Vec::new() } else { SESSION_WORDS.to_vec() };
         words.extend(extra.as_deref());
-        let reply = self.ask(None, &Request::Hello { name, words }, timeout).await?;
+        let request = Request::Hello { name, words };
+        self.queue(None, &Message::new(&request, Unit::Seconds));
+        self.flush(Duration::MAX, |_| {}).await?;
+        let reply = loop {
+            if let Incoming::Reply(None, reply) = self.next().await? {
+                break reply;
+            }
+        };
         if let Reply::NotLeader(leader) = reply {
             return Ok(Greeting::NotLeader(leader));
         }

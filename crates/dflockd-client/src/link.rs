@@ -20,8 +20,8 @@ use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::{Error, Lost};
 use crate::guard::Hold;
-use crate::lines::{Lines, Message};
 use crate::reply::{Incoming, Reply};
+use crate::stream::{Connection, Message, Transport};
 
 /// A member that answers later than this does so because it gave up: its own limit is 5 s.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(4);
@@ -80,6 +80,7 @@ pub(crate) struct Link {
 
 #[derive(Default)]
 struct State {
+    transport: Transport,
     unsent: Vec<u64>,
     pending: BTreeMap<u64, Pending>,
     last: u64,
@@ -362,14 +363,15 @@ impl Link {
         route: Route,
         address: String,
         start: Start,
-        lines: Lines,
+        connection: Connection,
         session: Option<String>,
     ) -> Arc<LinkHandle> {
         let Start { on_disconnect, heartbeat, last } = start;
         let is_better_elsewhere = route.cluster().is_some_and(|it| it.is_better_elsewhere());
         let leave = is_better_elsewhere.then_some("the leader is elsewhere");
         let member = Contact { address, leave, ..Contact::default() };
-        let state = State { session, last, member, ..State::default() };
+        let transport = route.transport();
+        let state = State { transport, session, last, member, ..State::default() };
         let link = Arc::new(Self {
             route,
             on_disconnect,
@@ -378,7 +380,7 @@ impl Link {
             wake: Notify::new(),
             closing: Notify::new(),
         });
-        tokio::spawn(serve::run(Arc::clone(&link), lines));
+        tokio::spawn(serve::run(Arc::clone(&link), connection));
         Arc::new(LinkHandle(link))
     }
 
@@ -565,13 +567,13 @@ impl Link {
     }
 
     /// Gives the connection what is to be sent now; false if there is nothing.
-    fn queue_unsent(&self, lines: &mut Lines) -> bool {
+    fn queue_unsent(&self, connection: &mut Connection) -> bool {
         let mut state = self.state.lock();
         let unsent = std::mem::take(&mut state.unsent);
         for number in &unsent {
             if let Some(pending) = state.pending.get_mut(number) {
                 pending.sent_at = Some(Instant::now());
-                lines.queue(Some(*number), &pending.message);
+                connection.queue(Some(*number), &pending.message);
             }
         }
         !unsent.is_empty()
@@ -669,7 +671,8 @@ impl State {
 
     fn push_as(&mut self, kind: Kind, request: &Request<'_>, answer: Option<Waiter>) -> u64 {
         self.last += 1;
-        let (number, message) = (self.last, Message::new(request, Unit::Millis));
+        let number = self.last;
+        let message = Message::new(request, self.transport, Unit::Millis);
         let give_back = GiveBack::of(request);
         let pending = Pending { message, kind, sent_at: None, answer, give_back };
         self.pending.insert(number, pending);

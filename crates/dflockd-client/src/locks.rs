@@ -10,9 +10,9 @@ use crate::clock::Instant;
 use crate::error::Error;
 use crate::events::Leaders;
 use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed};
-use crate::lines::Lines;
 use crate::link::space_of;
 use crate::reply::Reply;
+use crate::stream::Connection;
 
 /// The longest wait there is; as good as for ever.
 const FOR_EVER: Duration = Duration::from_secs(SECONDS_MAX);
@@ -49,9 +49,9 @@ impl Ask {
                 Ok((reply, Channel::Shared(Arc::clone(link))))
             }
             Way::Plain(_) => {
-                let mut lines = self.server().route.connect().await?;
-                let reply = ask_own(&mut lines, request, timeout).await?;
-                Ok((reply, Channel::Own(Own::new(lines))))
+                let mut connection = self.server().route.connect().await?;
+                let reply = ask_own(&mut connection, request, timeout).await?;
+                Ok((reply, Channel::Own(Own::new(connection))))
             }
         }
     }
@@ -142,11 +142,11 @@ impl Ask {
 }
 
 async fn ask_own(
-    lines: &mut Lines,
+    connection: &mut Connection,
     request: &Request<'_>,
     timeout: Duration,
 ) -> Result<Reply, Error> {
-    let reply = lines.ask(None, request, timeout).await;
+    let reply = connection.ask(None, request, timeout).await;
     reply.map_err(|error| Error::Unknown { reason: error.to_string() })
 }
 
@@ -199,12 +199,12 @@ impl Ticket {
                 link.call(&request)?.wait(timeout).await?.claim()
             }
             Place::Queued(Channel::Own(own)) => {
-                let lines = own.lines.get_mut();
-                let open = lines.as_mut().ok_or(Error::Closed)?;
+                let connection = own.connection.get_mut();
+                let open = connection.as_mut().ok_or(Error::Closed)?;
                 match ask_own(open, &request, timeout).await {
                     Ok(reply) => reply,
                     Err(error) => {
-                        *lines = None;
+                        *connection = None;
                         return Err(error);
                     }
                 }

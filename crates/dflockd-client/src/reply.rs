@@ -74,6 +74,9 @@ pub(crate) enum Reply {
     Number(i64),
     /// A value, or JSON as text.
     Value(Vec<u8>),
+    /// JSON that never was text.
+    #[cfg(feature = "grpc")]
+    Json(serde_json::Value),
     Refused(ErrorCode),
     NotLeader(Option<String>),
     /// None of these, of which only the status word is kept: the rest may hold a token or a value.
@@ -114,6 +117,8 @@ impl Reply {
             }
             Self::Refused(code) => return Error::Refused(*code),
             Self::NotLeader(_) => return Error::Refused(ErrorCode::NotLeader),
+            #[cfg(feature = "grpc")]
+            Self::Json(_) => "ok",
             Self::Ok
             | Self::Granted { .. }
             | Self::Renewed(_)
@@ -152,30 +157,26 @@ impl Reply {
 
     /// A value, or none if there is none, even after waiting.
     pub(crate) fn value(self, command: &str) -> Result<Option<Vec<u8>>, Error> {
-        match self {
-            Self::Value(value) => Ok(Some(value)),
-            Self::Nil | Self::Timeout => Ok(None),
-            Self::Ok
-            | Self::Granted { .. }
-            | Self::Renewed(_)
-            | Self::Queued
-            | Self::CasConflict
-            | Self::Number(_)
-            | Self::Refused(_)
-            | Self::NotLeader(_)
-            | Self::Unexpected(_) => Err(self.refusal(command)),
+        if matches!(self, Self::Nil | Self::Timeout) {
+            return Ok(None);
         }
+        if let Self::Value(value) = self { Ok(Some(value)) } else { Err(self.refusal(command)) }
     }
 
-    /// How long a value is.
+    /// How long it is as text.
     pub(crate) fn text_bytes(&self) -> usize {
         if let Self::Value(text) = self { text.len() } else { 0 }
     }
 
     /// What the JSON of a value says.
     pub(crate) fn json<T: DeserializeOwned>(&self, command: &str) -> Result<T, Error> {
-        let Self::Value(text) = self else { return Err(self.refusal(command)) };
-        serde_json::from_slice(text).map_err(|error| Error::Protocol {
+        let told = match self {
+            #[cfg(feature = "grpc")]
+            Self::Json(json) => T::deserialize(json),
+            Self::Value(text) => serde_json::from_slice(text),
+            _ => return Err(self.refusal(command)),
+        };
+        told.map_err(|error| Error::Protocol {
             command: command.to_owned(),
             answer: error.to_string(),
         })

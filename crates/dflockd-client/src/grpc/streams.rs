@@ -1,66 +1,74 @@
-//! Subscriptions: what comes by a stream, as pushes of the line protocol.
+//! Subscriptions: what comes by a stream.
 
+use dflockd_wire::Push;
 use dflockd_wire::grpc::elections_client::ElectionsClient;
 use dflockd_wire::grpc::signals_client::SignalsClient;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::watch_client::WatchClient;
-use dflockd_wire::grpc::{
-    ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, Subscription, WatchRequest,
-};
-use dflockd_wire::{Push, Request};
+use dflockd_wire::grpc::{ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, WatchRequest};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
 
-use super::{Api, Failure, Said, bytes};
+use super::{Api, Failure, Outlet};
+use crate::reply::Reply;
 
-type Teller<'a> = &'a mpsc::UnboundedSender<Said>;
-
-/// If the request is a subscription: makes it, says `ok`, and passes on what comes until the stream ends. Says why
-/// it did.
-pub(super) async fn follow(
-    api: &Api,
-    request: &Request<'_>,
-    ok: &[u8],
-    said: Teller<'_>,
-) -> Option<Failure> {
-    let ended = if let Request::Listen { pattern, group } = *request {
-        listen(api, pattern, group, ok, said).await
-    } else if let Request::Watch { pattern } = *request {
-        watch(api, pattern, ok, said).await
-    } else if let Request::Observe { key } = *request {
-        observe(api, key, ok, said).await
-    } else {
-        return None;
-    };
-    // A stream that ends without a reason is broken, too.
-    Some(ended.err().unwrap_or(Failure::Broken))
+/// A subscription as the message that makes it.
+#[derive(Clone)]
+pub(super) enum Subscription {
+    Signals(SubscribeRequest),
+    Changes(WatchRequest),
+    Leaders(ObserveRequest),
 }
 
-fn say(said: Teller<'_>, push: &Push<'_>) {
-    let mut line = Vec::new();
-    push.print(&mut line);
-    let _ = said.send(Said::Lines(line));
+/// Passes on what a subscription brings until its stream ends; says why it did.
+pub(super) async fn follow(api: &Api, subscription: Subscription, outlet: &Outlet) -> Failure {
+    let mut listener = Listener { outlet, begun: false };
+    let ended = match subscription {
+        Subscription::Signals(message) => listen(api, message, &mut listener).await,
+        Subscription::Changes(message) => watch(api, message, &mut listener).await,
+        Subscription::Leaders(message) => observe(api, message, &mut listener).await,
+    };
+    match ended {
+        Err(status) if !listener.begun => status.into(),
+        // The connection is told apart by nothing else: it ends with what it was for.
+        Ok(()) | Err(_) => Failure::Broken,
+    }
+}
+
+struct Listener<'a> {
+    outlet: &'a Outlet,
+    begun: bool,
+}
+
+impl Listener<'_> {
+    /// From now on nothing is missed.
+    fn begin(&mut self) {
+        if !std::mem::replace(&mut self.begun, true) {
+            self.outlet.settle(Ok(Reply::Ok));
+        }
+    }
+
+    fn push(&self, push: Push<'_>) {
+        self.outlet.tell(push.into());
+    }
 }
 
 async fn listen(
     api: &Api,
-    pattern: &[u8],
-    group: &[u8],
-    ok: &[u8],
-    said: Teller<'_>,
-) -> Result<(), Failure> {
-    let add = vec![Subscription { pattern: bytes(pattern), group: bytes(group) }];
+    message: SubscribeRequest,
+    listener: &mut Listener<'_>,
+) -> Result<(), Status> {
     // Open as long as somebody listens: a request that never ends would keep the stream when all else is gone.
     let (wishes, wished) = mpsc::channel(1);
-    let _ = wishes.send(SubscribeRequest { add, remove: Vec::new() }).await;
+    let _ = wishes.send(message).await;
     let request = api.request(ReceiverStream::new(wished));
-    let mut signals = SignalsClient::new(api.channel.clone());
-    let mut heard = signals.subscribe(request).await?.into_inner();
+    let mut heard = SignalsClient::new(api.channel.clone()).subscribe(request).await?.into_inner();
     while let Some(told) = heard.message().await? {
         match told.what {
-            Some(What::Applied(_)) => _ = said.send(Said::Lines(ok.to_vec())),
+            Some(What::Applied(_)) => listener.begin(),
             Some(What::Signal(signal)) => {
-                say(said, &Push::Signal { channel: &signal.channel, payload: &signal.payload });
+                listener.push(Push::Signal { channel: &signal.channel, payload: &signal.payload });
             }
             None => {}
         }
@@ -68,31 +76,33 @@ async fn listen(
     Ok(())
 }
 
-async fn watch(api: &Api, pattern: &[u8], ok: &[u8], said: Teller<'_>) -> Result<(), Failure> {
-    let patterns = vec![bytes(pattern)];
-    let request = WatchRequest { patterns, after_revision: None, kinds: Vec::new() };
-    let mut watch = WatchClient::new(api.channel.clone());
-    let mut heard = watch.watch(api.request(request)).await?.into_inner();
-    let mut begun = false;
+async fn watch(
+    api: &Api,
+    message: WatchRequest,
+    listener: &mut Listener<'_>,
+) -> Result<(), Status> {
+    let request = api.request(message);
+    let mut heard = WatchClient::new(api.channel.clone()).watch(request).await?.into_inner();
     while let Some(told) = heard.message().await? {
         // The first message is a bookmark.
-        if !std::mem::replace(&mut begun, true) {
-            let _ = said.send(Said::Lines(ok.to_vec()));
-        }
+        listener.begin();
         for change in &told.changes {
             if let Some(event) = event_of(change.kind()) {
-                say(said, &Push::Watch { event, key: &change.key });
+                listener.push(Push::Watch { event, key: &change.key });
             }
         }
     }
     Ok(())
 }
 
-async fn observe(api: &Api, key: &[u8], ok: &[u8], said: Teller<'_>) -> Result<(), Failure> {
-    let request = api.request(ObserveRequest { key: bytes(key) });
-    let mut elections = ElectionsClient::new(api.channel.clone());
-    let mut heard = elections.observe(request).await?.into_inner();
-    let _ = said.send(Said::Lines(ok.to_vec()));
+async fn observe(
+    api: &Api,
+    message: ObserveRequest,
+    listener: &mut Listener<'_>,
+) -> Result<(), Status> {
+    let (key, request) = (message.key.clone(), api.request(message));
+    let mut heard = ElectionsClient::new(api.channel.clone()).observe(request).await?.into_inner();
+    listener.begin();
     while let Some(told) = heard.message().await? {
         let event = match (told.event(), &told.leader) {
             (LeaderEvent::Resigned, _) => "resigned",
@@ -100,7 +110,7 @@ async fn observe(api: &Api, key: &[u8], ok: &[u8], said: Teller<'_>) -> Result<(
             (LeaderEvent::Elected, _) | (LeaderEvent::Unspecified, Some(_)) => "elected",
             (LeaderEvent::Unspecified, None) => continue,
         };
-        say(said, &Push::Leader { event, key });
+        listener.push(Push::Leader { event, key: &key });
     }
     Ok(())
 }

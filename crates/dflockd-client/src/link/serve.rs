@@ -1,4 +1,4 @@
-//! The connections of a link, one after the other: making them, carrying lines, noticing that one is dead.
+//! The connections of a link, one after the other: making them, carrying connection, noticing that one is dead.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +9,7 @@ use super::{Kind, Link, Lost};
 use crate::clock::Instant;
 use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
 use crate::error::Error;
-use crate::lines::Lines;
-use crate::stream::{Address, Greeting, Session};
+use crate::stream::{Address, Connection, Greeting, Session};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
@@ -38,18 +37,18 @@ pub(super) const OUT_OF_TOUCH: Duration = Duration::from_secs(8);
 const PROBE: Request<'static> = Request::CounterGet { key: b"_" };
 
 /// Serves a link until it is closed.
-pub(super) async fn run(link: Arc<Link>, lines: Lines) {
-    let mut lines = Some(lines);
+pub(super) async fn run(link: Arc<Link>, connection: Connection) {
+    let mut connection = Some(connection);
     let mut backoff = BACKOFF_MIN;
     while !link.is_closed() {
-        let connected = match lines.take() {
-            Some(lines) => Ok(lines),
+        let connected = match connection.take() {
+            Some(connection) => Ok(connection),
             None => link.reconnect().await,
         };
         match connected {
-            Ok(lines) => {
+            Ok(connection) => {
                 let begun = Instant::now();
-                let reason = serve(&link, lines).await;
+                let reason = serve(&link, connection).await;
                 link.handle_disconnected(&reason);
                 if link.route.cluster().is_none() || begun.elapsed() > WORKED {
                     backoff = BACKOFF_MIN;
@@ -84,7 +83,7 @@ impl Pulse {
 }
 
 /// Carries requests and answers until the connection breaks; says why it did.
-async fn serve(link: &Arc<Link>, mut lines: Lines) -> String {
+async fn serve(link: &Arc<Link>, mut connection: Connection) -> String {
     let mut pulse = Pulse { heard_at: Instant::now(), asked_at: None };
     let mut closed_at = None;
     loop {
@@ -92,12 +91,12 @@ async fn serve(link: &Arc<Link>, mut lines: Lines) -> String {
             Ok(look_at) => look_at,
             Err(reason) => return reason.to_owned(),
         };
-        if link.queue_unsent(&mut lines) {
+        if link.queue_unsent(&mut connection) {
             let hear = |incoming| {
                 pulse.hear();
                 link.handle(incoming);
             };
-            if let Err(error) = lines.flush(link.unread_max(), hear).await {
+            if let Err(error) = connection.flush(link.unread_max(), hear).await {
                 return error.to_string();
             }
             continue;
@@ -106,7 +105,7 @@ async fn serve(link: &Arc<Link>, mut lines: Lines) -> String {
         if link.is_closed() {
             let closed_at = *closed_at.get_or_insert_with(Instant::now);
             if !link.owes_something() || closed_at.elapsed() > FAREWELL {
-                lines.close().await;
+                connection.close().await;
                 return "closed".to_owned();
             }
             pause = pause.min(FAREWELL);
@@ -114,7 +113,7 @@ async fn serve(link: &Arc<Link>, mut lines: Lines) -> String {
         tokio::select! {
             // First what has come: after a pause of the whole process it must not look like silence.
             biased;
-            incoming = lines.next() => match incoming {
+            incoming = connection.next() => match incoming {
                 Ok(incoming) => {
                     pulse.hear();
                     link.handle(incoming);
@@ -199,24 +198,24 @@ impl Link {
     }
 
     /// Connects again, to the same session if there is one.
-    async fn reconnect(&self) -> Result<Lines, Error> {
+    async fn reconnect(&self) -> Result<Connection, Error> {
         match &self.route {
             Route::One(address) => self.reconnect_to(address).await,
             Route::Cluster(cluster) => self.reconnect_within(cluster).await,
         }
     }
 
-    async fn reconnect_to(&self, address: &Address) -> Result<Lines, Error> {
-        let mut lines = address.connect().await?;
+    async fn reconnect_to(&self, address: &Address) -> Result<Connection, Error> {
+        let mut connection = address.connect().await?;
         let session = self.state.lock().session.clone();
         let timeout = address.connect_timeout;
         let name = &address.client_name;
         if let Some(session) = session {
-            let greeted = lines.greet(name, Session::Attach(&session), timeout).await;
+            let greeted = connection.greet(name, Session::Attach(&session), timeout).await;
             match greeted.map_err(|error| address.greeting_failed(&error))? {
                 Greeting::Accepted(session) => {
                     self.handle_connected(session, &address.name);
-                    return Ok(lines);
+                    return Ok(connection);
                 }
                 Greeting::Refused(ErrorCode::Error) => {
                     self.handle_session_lost(Lost::Session, "the session has ended");
@@ -226,11 +225,11 @@ impl Link {
                 Greeting::NotLeader(_) => return Err(address.unreachable("it does not lead")),
             }
         }
-        let greeted = lines.greet(name, Session::New(self.on_disconnect), timeout).await;
+        let greeted = connection.greet(name, Session::New(self.on_disconnect), timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
             Greeting::Accepted(session) => {
                 self.handle_connected(session, &address.name);
-                Ok(lines)
+                Ok(connection)
             }
             Greeting::Unsuited | Greeting::Refused(_) | Greeting::NotLeader(_) => {
                 Err(address.unreachable("the server no longer speaks the same protocol"))
@@ -239,16 +238,16 @@ impl Link {
     }
 
     /// The same at any member: those that can be reached are tried one after the other.
-    async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Lines, Error> {
+    async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Connection, Error> {
         let mut candidates = cluster.candidates();
         let mut last: Option<Error> = None;
         while !self.is_closed() {
-            let (address, lines) = match cluster.first_reached(&mut candidates).await {
+            let (address, connection) = match cluster.first_reached(&mut candidates).await {
                 Ok(reached) => reached,
                 Err(error) => return Err(last.unwrap_or(error)),
             };
-            match self.attach_at(cluster, &address, lines).await {
-                Ok(lines) => return Ok(lines),
+            match self.attach_at(cluster, &address, connection).await {
+                Ok(connection) => return Ok(connection),
                 Err(error) => {
                     cluster.handle_failure(&address.name);
                     last = Some(error);
@@ -262,32 +261,33 @@ impl Link {
         &self,
         cluster: &Arc<Cluster>,
         address: &Address,
-        mut lines: Lines,
-    ) -> Result<Lines, Error> {
+        mut connection: Connection,
+    ) -> Result<Connection, Error> {
         let session = self.state.lock().session.clone();
         let wanted = session.as_deref().map_or(Session::New(self.on_disconnect), Session::Attach);
         // Until there is an answer the attempt may be executed at any time.
         let is_attempt = u32::from(session.is_some());
         self.state.lock().member.ghosts += is_attempt;
-        let greeted = lines.greet(&address.client_name, wanted, GREETING_MAX).await;
+        let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
         let greeting = greeted.map_err(|error| address.greeting_failed(&error))?;
         match greeting {
             Greeting::Accepted(session) => {
                 self.state.lock().member.ghosts -= is_attempt;
                 self.handle_connected(session, &address.name);
-                Ok(lines)
+                Ok(connection)
             }
             Greeting::Unsuited => Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 self.state.lock().member.ghosts -= is_attempt;
-                cluster.ask(address, &mut lines).await;
+                cluster.ask(address, &mut connection).await;
                 cluster.handle_redirect(leader.as_deref());
                 Err(address.unreachable("it serves no clients"))
             }
             Greeting::Refused(ErrorCode::Error) if session.is_some() => {
                 self.state.lock().member.ghosts -= is_attempt;
                 // A server that has nothing to do with it says the same.
-                if cluster.ask(address, &mut lines).await == Some(Told::Member { ready: true }) {
+                if cluster.ask(address, &mut connection).await == Some(Told::Member { ready: true })
+                {
                     self.handle_session_lost(Lost::Session, "the session has ended");
                 }
                 Err(address.unreachable("it does not know the session"))
