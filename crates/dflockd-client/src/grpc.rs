@@ -195,27 +195,6 @@ fn code(reason: Reason) -> ErrorCode {
     }
 }
 
-/// A call that may wait, as long as it is not answered.
-struct Entry {
-    waiting: Waiting,
-    number: u64,
-    unwanted: Arc<Notify>,
-}
-
-impl Entry {
-    fn new(waiting: &Waiting, number: u64) -> Self {
-        let unwanted = Arc::new(Notify::new());
-        waiting.lock().insert(number, Arc::clone(&unwanted));
-        Self { waiting: Arc::clone(waiting), number, unwanted }
-    }
-}
-
-impl Drop for Entry {
-    fn drop(&mut self) {
-        self.waiting.lock().remove(&self.number);
-    }
-}
-
 /// Where the tasks of a conversation put what came of a request.
 #[derive(Clone)]
 struct Outlet {
@@ -341,14 +320,17 @@ impl Conversation {
             self.tasks.spawn(async move { outlet.settle(call.make(&api, &outlet).await) });
             return;
         };
-        let (entry, waits) = (Entry::new(&api.waiting, number), Arc::clone(&self.waits));
+        let (waits, unwanted) = (Arc::clone(&self.waits), Arc::<Notify>::default());
+        api.waiting.lock().insert(number, Arc::clone(&unwanted));
         self.tasks.spawn(async move {
-            tokio::select! {
+            let outcome = tokio::select! {
                 biased;
-                _seat = waits.acquire() => outlet.settle(call.make(&api, &outlet).await),
+                _seat = waits.acquire() => call.make(&api, &outlet).await,
                 // It was never sent.
-                () = entry.unwanted.notified() => outlet.settle(Ok(call.given_up())),
-            }
+                () = unwanted.notified() => Ok(call.given_up()),
+            };
+            api.waiting.lock().remove(&number);
+            outlet.settle(outcome);
         });
     }
 

@@ -145,51 +145,6 @@ enum Kind {
     Write,
 }
 
-impl Kind {
-    fn of(request: &Request<'_>) -> Self {
-        match request {
-            Request::Auth { .. }
-            | Request::Ping
-            | Request::Stats
-            | Request::StableRef { .. }
-            | Request::Hello { .. }
-            | Request::Cancel { .. }
-            | Request::Ack { .. } => Self::Local,
-            Request::CounterGet { .. }
-            | Request::KvGet { .. }
-            | Request::Length { .. }
-            | Request::Range { .. }
-            | Request::Inspect { .. }
-            | Request::Ls { .. } => Self::Read,
-            Request::Barrier
-            | Request::Acquire { .. }
-            | Request::Release { .. }
-            | Request::Renew { .. }
-            | Request::Enqueue { .. }
-            | Request::Wait { .. }
-            | Request::Observe { .. }
-            | Request::Unobserve { .. }
-            | Request::Add { .. }
-            | Request::CounterSet { .. }
-            | Request::KvSet { .. }
-            | Request::KvDelete { .. }
-            | Request::KvCompareAndSet { .. }
-            | Request::Push { .. }
-            | Request::Pop { .. }
-            | Request::BlockingPop { .. }
-            | Request::BarrierWait { .. }
-            | Request::Listen { .. }
-            | Request::Unlisten { .. }
-            | Request::Signal { .. }
-            | Request::Watch { .. }
-            | Request::Unwatch { .. }
-            | Request::ForceRelease { .. }
-            | Request::EndSession { .. }
-            | Request::Cluster { .. } => Self::Write,
-        }
-    }
-}
-
 /// Why a request is to be repeated at another member.
 #[derive(Debug, PartialEq, Eq)]
 enum Elsewhere<'a> {
@@ -208,28 +163,15 @@ impl Pending {
             return Some(Elsewhere::NotLeader(leader.as_deref()));
         }
         let Reply::Refused(code) = *reply else { return None };
+        if code == ErrorCode::Draining {
+            return Some(Elsewhere::Draining);
+        }
         let late = self.sent_at.is_some_and(|sent_at| sent_at.elapsed() > GIVEN_UP_AFTER);
-        let given_up = match code {
-            ErrorCode::Draining => return Some(Elsewhere::Draining),
+        let given_up = match (code, self.kind) {
             // At once means that the result is forgotten: no other member knows better.
-            ErrorCode::Unknown => kept && late,
-            ErrorCode::Error | ErrorCode::Unavailable => match self.kind {
-                Kind::Read | Kind::Probe => late,
-                Kind::Local | Kind::Members | Kind::Write => false,
-            },
-            ErrorCode::Auth
-            | ErrorCode::MaxLocks
-            | ErrorCode::MaxWaiters
-            | ErrorCode::MaxKeys
-            | ErrorCode::LimitMismatch
-            | ErrorCode::TypeMismatch
-            | ErrorCode::NotEnqueued
-            | ErrorCode::AlreadyEnqueued
-            | ErrorCode::LeaseExpired
-            | ErrorCode::ListFull
-            | ErrorCode::BarrierCountMismatch
-            | ErrorCode::NotLeader
-            | ErrorCode::TooLarge => false,
+            (ErrorCode::Unknown, _) => kept && late,
+            (ErrorCode::Error | ErrorCode::Unavailable, Kind::Read | Kind::Probe) => late,
+            _ => false,
         };
         given_up.then_some(Elsewhere::GivenUp)
     }
@@ -246,52 +188,51 @@ enum GiveBack {
     Item { key: Vec<u8>, end: End },
 }
 
-impl GiveBack {
-    /// None for a request that neither waits nor brings anything.
-    fn of(request: &Request<'_>) -> Option<Self> {
-        match *request {
-            Request::Acquire { mode, key, .. } | Request::Enqueue { mode, key, .. } => {
-                Some(Self::Lock { key: key.to_vec(), space: space_of(mode) })
-            }
-            Request::Wait { space, key, .. } => Some(Self::Lock { key: key.to_vec(), space }),
-            Request::BlockingPop { key, end, .. } | Request::Pop { key, end } => {
-                Some(Self::Item { key: key.to_vec(), end })
-            }
-            Request::BarrierWait { .. } => Some(Self::Nothing),
-            Request::Auth { .. }
-            | Request::Ping
-            | Request::Stats
-            | Request::Barrier
-            | Request::StableRef { .. }
-            | Request::Hello { .. }
-            | Request::Release { .. }
-            | Request::Renew { .. }
-            | Request::Observe { .. }
-            | Request::Unobserve { .. }
-            | Request::Add { .. }
-            | Request::CounterGet { .. }
-            | Request::CounterSet { .. }
-            | Request::KvSet { .. }
-            | Request::KvGet { .. }
-            | Request::KvDelete { .. }
-            | Request::KvCompareAndSet { .. }
-            | Request::Push { .. }
-            | Request::Length { .. }
-            | Request::Range { .. }
-            | Request::Listen { .. }
-            | Request::Unlisten { .. }
-            | Request::Signal { .. }
-            | Request::Watch { .. }
-            | Request::Unwatch { .. }
-            | Request::Cancel { .. }
-            | Request::Ack { .. }
-            | Request::Inspect { .. }
-            | Request::Ls { .. }
-            | Request::ForceRelease { .. }
-            | Request::EndSession { .. }
-            | Request::Cluster { .. } => None,
+/// What kind of request it is, and how to undo it if there is anything to undo.
+fn nature_of(request: &Request<'_>) -> (Kind, Option<GiveBack>) {
+    let give_back = match *request {
+        Request::Acquire { mode, key, .. } | Request::Enqueue { mode, key, .. } => {
+            GiveBack::Lock { key: key.to_vec(), space: space_of(mode) }
         }
-    }
+        Request::Wait { space, key, .. } => GiveBack::Lock { key: key.to_vec(), space },
+        Request::BlockingPop { key, end, .. } | Request::Pop { key, end } => {
+            GiveBack::Item { key: key.to_vec(), end }
+        }
+        Request::BarrierWait { .. } => GiveBack::Nothing,
+        Request::Auth { .. }
+        | Request::Ping
+        | Request::Stats
+        | Request::StableRef { .. }
+        | Request::Hello { .. }
+        | Request::Cancel { .. }
+        | Request::Ack { .. } => return (Kind::Local, None),
+        Request::CounterGet { .. }
+        | Request::KvGet { .. }
+        | Request::Length { .. }
+        | Request::Range { .. }
+        | Request::Inspect { .. }
+        | Request::Ls { .. } => return (Kind::Read, None),
+        Request::Barrier
+        | Request::Release { .. }
+        | Request::Renew { .. }
+        | Request::Observe { .. }
+        | Request::Unobserve { .. }
+        | Request::Add { .. }
+        | Request::CounterSet { .. }
+        | Request::KvSet { .. }
+        | Request::KvDelete { .. }
+        | Request::KvCompareAndSet { .. }
+        | Request::Push { .. }
+        | Request::Listen { .. }
+        | Request::Unlisten { .. }
+        | Request::Signal { .. }
+        | Request::Watch { .. }
+        | Request::Unwatch { .. }
+        | Request::ForceRelease { .. }
+        | Request::EndSession { .. }
+        | Request::Cluster { .. } => return (Kind::Write, None),
+    };
+    (Kind::Write, Some(give_back))
 }
 
 /// Where a lock of this mode lives.
@@ -666,18 +607,19 @@ impl Link {
 
 impl State {
     fn push(&mut self, request: &Request<'_>, answer: Option<Waiter>) -> u64 {
-        self.push_as(Kind::of(request), request, answer)
+        let (kind, give_back) = nature_of(request);
+        self.last += 1;
+        let message = Message::new(request, self.transport, Unit::Millis);
+        let pending = Pending { message, kind, sent_at: None, answer, give_back };
+        self.pending.insert(self.last, pending);
+        self.unsent.push(self.last);
+        self.last
     }
 
-    fn push_as(&mut self, kind: Kind, request: &Request<'_>, answer: Option<Waiter>) -> u64 {
-        self.last += 1;
-        let number = self.last;
-        let message = Message::new(request, self.transport, Unit::Millis);
-        let give_back = GiveBack::of(request);
-        let pending = Pending { message, kind, sent_at: None, answer, give_back };
-        self.pending.insert(number, pending);
-        self.unsent.push(number);
-        number
+    /// Asks the member something for the link itself.
+    fn push_as(&mut self, kind: Kind, request: &Request<'_>) {
+        let number = self.push(request, None);
+        self.pending.entry(number).and_modify(|pending| pending.kind = kind);
     }
 
     /// Whether nobody else need have taken the session: an attempt of our own came late, or the others have given

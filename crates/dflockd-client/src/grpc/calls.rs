@@ -18,34 +18,50 @@ use dflockd_wire::grpc::{
     GetCounterRequest, GetRequest, Grant, HealthRequest, LengthRequest, ListEnd, Lock, LockMode,
     MemberRole, MembersRequest, ObserveRequest, PopRequest, PublishRequest, PushRequest,
     RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest,
-    SetRequest, SubscribeRequest, WaitRequest, WatchRequest,
+    SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
 };
 use dflockd_wire::{End, ErrorCode, Mode, Request, SECONDS_MAX, Space, TokenText};
 use prost::bytes::Bytes;
 use serde_json::{Value, json};
 
-use super::streams::{Subscription, follow};
-use super::{Api, Failure, Outlet};
+use super::{Api, Failure, Outlet, streams};
 use crate::reply::Reply;
 
-/// Makes [`Call`] of three lists: calls that are executed once, to which the session and the number are added when
-/// they are made; calls that may be repeated at will; and what is more than a call, or none.
+/// Makes [`Call`] of three lists of requests: those that are executed once, to whose messages the session and the
+/// number are added when the call is made; those that may be repeated at will; and what is more than a call, or none.
+/// A row is the request, the message, the call, and what its answer means.
 macro_rules! calls {
     (
         |$api:ident, $outlet:ident|
-        once { $($call:ident($message:ident) $client:ident.$method:ident |$told:ident| $reply:expr;)* }
-        at_will { $($read:ident($question:ident) $reader:ident.$ask:ident |$heard:ident| $answer:expr;)* }
-        other { $($other:ident($payload:ident: $type:ty) $make:expr;)* }
+        once { $(
+            $request:pat => $call:ident($message:ident { $($field:ident: $value:expr),* })
+                $client:ident.$method:ident |$told:ident| $reply:expr;
+        )* }
+        at_will { $(
+            $question:pat => $read:ident($key:ident { $($part:ident: $of:expr),* })
+                $reader:ident.$ask:ident |$heard:ident| $answer:expr;
+        )* }
+        other { $($wish:pat => $other:ident($payload:ident: $type:ty = $from:expr) $make:expr;)* }
     ) => {
         /// A request as a call, before it is known in which session and over which connection it is made.
         #[derive(Clone)]
         pub(super) enum Call {
             $($call($message),)*
-            $($read($question),)*
+            $($read($key),)*
             $($other($type),)*
         }
 
         impl Call {
+            pub(super) fn new(request: &Request<'_>) -> Self {
+                match *request {
+                    $($wish => Self::$other($from),)*
+                    $($request => {
+                        Self::$call($message { $($field: $value,)* ..$message::default() })
+                    })*
+                    $($question => Self::$read($key { $($part: $of),* }),)*
+                }
+            }
+
             pub(super) async fn make(self, $api: &Api, $outlet: &Outlet) -> Result<Reply, Failure> {
                 match self {
                     $(Self::$call(message) => {
@@ -73,223 +89,134 @@ macro_rules! calls {
 calls! {
     |api, outlet|
     once {
-        Acquire(AcquireRequest) LocksClient.acquire |told| granted(told.grant, Reply::Timeout);
-        Campaign(CampaignRequest) ElectionsClient.campaign |told| granted(told.grant, Reply::Timeout);
-        Enqueue(EnqueueRequest) LocksClient.enqueue |told| granted(told.grant, Reply::Queued);
-        Wait(WaitRequest) LocksClient.wait |told| granted(told.grant, Reply::Timeout);
-        Resign(ResignRequest) ElectionsClient.resign |_told| Reply::Ok;
-        Release(ReleaseRequest) LocksClient.release |_told| Reply::Ok;
-        Renew(RenewRequest) LocksClient.renew |told| Reply::Renewed(lease_of(told.valid_for_ms));
-        AddCounter(AddCounterRequest) CountersClient.add |told| Reply::Number(told.value);
-        SetCounter(SetCounterRequest) CountersClient.set |_told| Reply::Ok;
-        Set(SetRequest) KvClient.set |_told| Reply::Ok;
-        Delete(DeleteRequest) KvClient.delete |_told| Reply::Ok;
-        CompareAndSet(CompareAndSetRequest) KvClient.compare_and_set
-            |told| if told.written { Reply::Ok } else { Reply::CasConflict };
-        Push(PushRequest) ListsClient.push |told| count(told.length);
-        Pop(PopRequest) ListsClient.pop |told| value(told.item);
-        BarrierWait(BarrierWaitRequest) BarriersClient.wait
-            |told| if told.passed { Reply::Ok } else { Reply::Timeout };
-        Publish(PublishRequest) SignalsClient.publish |told| count(told.receivers);
+        Request::Acquire { mode: Mode::Election, key, wait, lease } => Campaign(CampaignRequest {
+            key: bytes(key), wait_ms: millis(wait), lease_ms: lease.map_or(0, millis)
+        }) ElectionsClient.campaign |told| granted(told.grant, Reply::Timeout);
+        Request::Acquire { mode, key, wait, lease } => Acquire(AcquireRequest {
+            key: bytes(key), mode: mode_of(mode), limit: limit_of(mode), wait_ms: millis(wait),
+            lease_ms: lease.map_or(0, millis)
+        }) LocksClient.acquire |told| granted(told.grant, Reply::Timeout);
+        Request::Enqueue { mode, key, lease } => Enqueue(EnqueueRequest {
+            key: bytes(key), mode: mode_of(mode), limit: limit_of(mode), lease_ms: lease.map_or(0, millis)
+        }) LocksClient.enqueue |told| granted(told.grant, Reply::Queued);
+        Request::Wait { space, key, wait } => Wait(WaitRequest {
+            key: bytes(key), mode: space_of(space), wait_ms: millis(wait)
+        }) LocksClient.wait |told| granted(told.grant, Reply::Timeout);
+        Request::Release { key, token, resign: true, .. } => Resign(ResignRequest {
+            key: bytes(key), token: text(token)
+        }) ElectionsClient.resign |_told| Reply::Ok;
+        Request::Release { space, key, token, resign: false } => Release(ReleaseRequest {
+            key: bytes(key), mode: space_of(space), token: text(token)
+        }) LocksClient.release |_told| Reply::Ok;
+        Request::Renew { space, key, token, lease } => Renew(RenewRequest {
+            key: bytes(key), mode: space_of(space), token: text(token), lease_ms: lease.map_or(0, millis)
+        }) LocksClient.renew |told| Reply::Renewed(lease_of(told.valid_for_ms));
+        Request::Add { key, delta, decrement } => AddCounter(AddCounterRequest {
+            key: bytes(key), delta: if decrement { delta.wrapping_neg() } else { delta }
+        }) CountersClient.add |told| Reply::Number(told.value);
+        Request::CounterSet { key, value } => SetCounter(SetCounterRequest {
+            key: bytes(key), value: value
+        }) CountersClient.set |_told| Reply::Ok;
+        Request::KvSet { key, value, ttl } => Set(SetRequest {
+            key: bytes(key), value: bytes(value), ttl_ms: ttl.map_or(0, millis)
+        }) KvClient.set |_told| Reply::Ok;
+        Request::KvDelete { key } => Delete(DeleteRequest { key: bytes(key) })
+            KvClient.delete |_told| Reply::Ok;
+        Request::KvCompareAndSet { key, old, new, ttl } => CompareAndSet(CompareAndSetRequest {
+            key: bytes(key), expect: Some(old.map_or(Expect::Absent(true), |old| Expect::Value(bytes(old)))),
+            new_value: bytes(new), ttl_ms: ttl.map_or(0, millis)
+        }) KvClient.compare_and_set |told| if told.written { Reply::Ok } else { Reply::CasConflict };
+        Request::Push { key, end, value } => Push(PushRequest {
+            key: bytes(key), end: end_of(end), item: bytes(value)
+        }) ListsClient.push |told| count_of(told.length);
+        Request::Pop { key, end } => Pop(PopRequest { key: bytes(key), end: end_of(end) })
+            ListsClient.pop |told| value_of(told.item);
+        Request::BlockingPop { key, end, wait } => BlockingPop(PopRequest {
+            key: bytes(key), end: end_of(end), wait_ms: Some(millis(wait))
+        }) ListsClient.pop |told| value_of(told.item);
+        Request::BarrierWait { key, count, wait } => BarrierWait(BarrierWaitRequest {
+            key: bytes(key), count: count, wait_ms: millis(wait)
+        }) BarriersClient.wait |told| if told.passed { Reply::Ok } else { Reply::Timeout };
+        Request::Signal { channel, payload } => Publish(PublishRequest {
+            channel: bytes(channel), payload: bytes(payload)
+        }) SignalsClient.publish |told| count_of(told.receivers);
     }
     at_will {
-        GetCounter(GetCounterRequest) CountersClient.get |told| Reply::Number(told.value);
-        Get(GetRequest) KvClient.get |told| value(told.entry.map(|entry| entry.value));
-        Length(LengthRequest) ListsClient.length |told| count(told.length);
+        Request::CounterGet { key } => GetCounter(GetCounterRequest { key: bytes(key) })
+            CountersClient.get |told| Reply::Number(told.value);
+        Request::KvGet { key } => Get(GetRequest { key: bytes(key) })
+            KvClient.get |told| value_of(told.entry.map(|entry| entry.value));
+        Request::Length { key } => Length(LengthRequest { key: bytes(key) })
+            ListsClient.length |told| count_of(told.length);
     }
     other {
-        Range(message: RangeRequest) range(api, message).await;
+        Request::Range { key, start, stop } => Range(
+            message: RangeRequest = RangeRequest { key: bytes(key), start, stop }
+        ) range(api, message).await;
         // Any answer is one.
-        Ping(message: MembersRequest) match members(api, message).await {
+        Request::Ping => Ping(message: MembersRequest = MembersRequest {}) match members(api, message).await {
             Err(failure @ (Failure::Gone | Failure::Broken)) => Err(failure),
             Ok(_) | Err(Failure::Refused(_) | Failure::NotLeader(_)) => Ok(Reply::Ok),
         };
-        Stats(message: MembersRequest) match members(api, message).await {
+        Request::Stats => Stats(message: MembersRequest = MembersRequest {}) match members(api, message).await {
             Err(Failure::Refused(Reason::NoCluster)) => Ok(Reply::Json(json!({}))),
             members => Ok(Reply::Json(json!({ "cluster": members? }))),
         };
-        Inspect(message: DescribeRequest) inspect(api, message).await;
-        ForceRelease(call: (ForceReleaseRequest, Bytes)) {
-            let request = api.admin_request(call.0, &call.1);
+        Request::Inspect { key } => Inspect(
+            message: DescribeRequest = DescribeRequest { key: bytes(key) }
+        ) inspect(api, message).await;
+        Request::ForceRelease { key, token, space, fence, reason } => ForceRelease(
+            call: (Bytes, ForceReleaseRequest) = (bytes(token), ForceReleaseRequest {
+                key: bytes(key), mode: space_of(space), fence, reason: reason.to_owned()
+            })
+        ) {
+            let request = api.admin_request(call.1, &call.0);
             AdminClient::new(api.channel.clone()).force_release(request).await?;
             Ok(Reply::Ok)
         };
-        EndSession(call: (EndSessionRequest, Bytes)) {
-            let request = api.admin_request(call.0, &call.1);
+        Request::EndSession { session: number, token, reason } => EndSession(
+            call: (Bytes, EndSessionRequest)
+                = (bytes(token), EndSessionRequest { number, reason: reason.to_owned() })
+        ) {
+            let request = api.admin_request(call.1, &call.0);
             AdminClient::new(api.channel.clone()).end_session(request).await?;
             Ok(Reply::Ok)
         };
-        Subscribe(to: Subscription) Err(follow(api, to, outlet).await);
-        Ack(up_to: u64) {
+        Request::Listen { pattern, group } => Listen(message: SubscribeRequest = SubscribeRequest {
+            add: vec![Subscription { pattern: bytes(pattern), group: bytes(group) }], remove: Vec::new()
+        }) Err(streams::listen(api, message, outlet).await);
+        Request::Watch { pattern } => Watch(message: WatchRequest = WatchRequest {
+            patterns: vec![bytes(pattern)], ..WatchRequest::default()
+        }) Err(streams::watch(api, message, outlet).await);
+        Request::Observe { key } => Observe(message: ObserveRequest = ObserveRequest { key: bytes(key) })
+            Err(streams::observe(api, message, outlet).await);
+        Request::Ack { number } => Ack(up_to: u64 = number) {
             api.acknowledge(up_to);
             Ok(Reply::Ok)
         };
-        Cancel(number: u64) {
+        Request::Cancel { number } => Cancel(number: u64 = number) {
             api.withdraw(number).await;
             Ok(Reply::Ok)
         };
-        Refused(reason: Reason) Err(Failure::Refused(reason));
+        Request::Auth { .. }
+        | Request::Barrier
+        | Request::StableRef { .. }
+        | Request::Hello { .. }
+        | Request::Unobserve { .. }
+        | Request::Unlisten { .. }
+        | Request::Unwatch { .. }
+        | Request::Ls { .. }
+        | Request::Cluster { .. }
+        // In a call it would stand for the server's default.
+        | Request::Renew { lease: Some(Duration::ZERO), .. } => Refused(reason: Reason = Reason::BadRequest)
+            Err(Failure::Refused(reason));
     }
 }
 
 impl Call {
-    #[expect(clippy::too_many_lines, reason = "one call per request")]
-    pub(super) fn new(request: &Request<'_>) -> Self {
-        match *request {
-            Request::Acquire { mode: Mode::Election, key, wait, lease } => {
-                Self::Campaign(CampaignRequest {
-                    key: bytes(key),
-                    wait_ms: millis(wait),
-                    lease_ms: lease.map_or(0, millis),
-                    ..CampaignRequest::default()
-                })
-            }
-            Request::Acquire { mode, key, wait, lease } => Self::Acquire(AcquireRequest {
-                key: bytes(key),
-                mode: mode_of(mode),
-                limit: limit_of(mode),
-                wait_ms: millis(wait),
-                lease_ms: lease.map_or(0, millis),
-                ..AcquireRequest::default()
-            }),
-            Request::Enqueue { mode, key, lease } => Self::Enqueue(EnqueueRequest {
-                key: bytes(key),
-                mode: mode_of(mode),
-                limit: limit_of(mode),
-                lease_ms: lease.map_or(0, millis),
-                ..EnqueueRequest::default()
-            }),
-            Request::Wait { space, key, wait } => Self::Wait(WaitRequest {
-                key: bytes(key),
-                mode: space_of(space),
-                wait_ms: millis(wait),
-                ..WaitRequest::default()
-            }),
-            Request::Release { key, token, resign: true, .. } => Self::Resign(ResignRequest {
-                key: bytes(key),
-                token: text(token),
-                ..ResignRequest::default()
-            }),
-            Request::Release { space, key, token, resign: false } => {
-                Self::Release(ReleaseRequest {
-                    key: bytes(key),
-                    mode: space_of(space),
-                    token: text(token),
-                    ..ReleaseRequest::default()
-                })
-            }
-            // In a call it would stand for the server's default.
-            Request::Renew { lease: Some(Duration::ZERO), .. } => Self::Refused(Reason::BadRequest),
-            Request::Renew { space, key, token, lease } => Self::Renew(RenewRequest {
-                key: bytes(key),
-                mode: space_of(space),
-                token: text(token),
-                lease_ms: lease.map_or(0, millis),
-                ..RenewRequest::default()
-            }),
-            Request::Add { key, delta, decrement } => Self::AddCounter(AddCounterRequest {
-                key: bytes(key),
-                delta: if decrement { delta.wrapping_neg() } else { delta },
-                ..AddCounterRequest::default()
-            }),
-            Request::CounterGet { key } => Self::GetCounter(GetCounterRequest { key: bytes(key) }),
-            Request::CounterSet { key, value } => Self::SetCounter(SetCounterRequest {
-                key: bytes(key),
-                value,
-                ..SetCounterRequest::default()
-            }),
-            Request::KvSet { key, value, ttl } => Self::Set(SetRequest {
-                key: bytes(key),
-                value: bytes(value),
-                ttl_ms: ttl.map_or(0, millis),
-                ..SetRequest::default()
-            }),
-            Request::KvGet { key } => Self::Get(GetRequest { key: bytes(key) }),
-            Request::KvDelete { key } => {
-                Self::Delete(DeleteRequest { key: bytes(key), ..DeleteRequest::default() })
-            }
-            Request::KvCompareAndSet { key, old, new, ttl } => {
-                Self::CompareAndSet(CompareAndSetRequest {
-                    key: bytes(key),
-                    expect: Some(old.map_or(Expect::Absent(true), |old| Expect::Value(bytes(old)))),
-                    new_value: bytes(new),
-                    ttl_ms: ttl.map_or(0, millis),
-                    ..CompareAndSetRequest::default()
-                })
-            }
-            Request::Push { key, end, value } => Self::Push(PushRequest {
-                key: bytes(key),
-                end: end_of(end),
-                item: bytes(value),
-                ..PushRequest::default()
-            }),
-            Request::Pop { key, end } => {
-                Self::Pop(PopRequest { key: bytes(key), end: end_of(end), ..PopRequest::default() })
-            }
-            Request::BlockingPop { key, end, wait } => Self::Pop(PopRequest {
-                key: bytes(key),
-                end: end_of(end),
-                wait_ms: Some(millis(wait)),
-                ..PopRequest::default()
-            }),
-            Request::Length { key } => Self::Length(LengthRequest { key: bytes(key) }),
-            Request::Range { key, start, stop } => {
-                Self::Range(RangeRequest { key: bytes(key), start, stop })
-            }
-            Request::BarrierWait { key, count, wait } => Self::BarrierWait(BarrierWaitRequest {
-                key: bytes(key),
-                count,
-                wait_ms: millis(wait),
-                ..BarrierWaitRequest::default()
-            }),
-            Request::Signal { channel, payload } => Self::Publish(PublishRequest {
-                channel: bytes(channel),
-                payload: bytes(payload),
-                ..PublishRequest::default()
-            }),
-            Request::Ping => Self::Ping(MembersRequest {}),
-            Request::Stats => Self::Stats(MembersRequest {}),
-            Request::Inspect { key } => Self::Inspect(DescribeRequest { key: bytes(key) }),
-            Request::ForceRelease { key, token, space, fence, reason } => {
-                let (key, mode, reason) = (bytes(key), space_of(space), reason.to_owned());
-                Self::ForceRelease((ForceReleaseRequest { key, mode, fence, reason }, bytes(token)))
-            }
-            Request::EndSession { session: number, token, reason } => {
-                let reason = reason.to_owned();
-                Self::EndSession((EndSessionRequest { number, reason }, bytes(token)))
-            }
-            Request::Listen { pattern, group } => {
-                let signals = dflockd_wire::grpc::Subscription {
-                    pattern: bytes(pattern),
-                    group: bytes(group),
-                };
-                let message = SubscribeRequest { add: vec![signals], remove: Vec::new() };
-                Self::Subscribe(Subscription::Signals(message))
-            }
-            Request::Watch { pattern } => Self::Subscribe(Subscription::Changes(WatchRequest {
-                patterns: vec![bytes(pattern)],
-                ..WatchRequest::default()
-            })),
-            Request::Observe { key } => {
-                Self::Subscribe(Subscription::Leaders(ObserveRequest { key: bytes(key) }))
-            }
-            Request::Cancel { number } => Self::Cancel(number),
-            Request::Ack { number } => Self::Ack(number),
-            Request::Auth { .. }
-            | Request::Barrier
-            | Request::StableRef { .. }
-            | Request::Hello { .. }
-            | Request::Unobserve { .. }
-            | Request::Unlisten { .. }
-            | Request::Unwatch { .. }
-            | Request::Ls { .. }
-            | Request::Cluster { .. } => Self::Refused(Reason::BadRequest),
-        }
-    }
-
     /// What it is told if it was withdrawn before it was made.
     pub(super) fn given_up(&self) -> Reply {
-        if matches!(self, Self::Pop(_)) { Reply::Nil } else { Reply::Timeout }
+        if matches!(self, Self::BlockingPop(_)) { Reply::Nil } else { Reply::Timeout }
     }
 }
 
@@ -347,11 +274,11 @@ fn granted(grant: Option<Grant>, none: Reply) -> Reply {
     }
 }
 
-fn count(count: u64) -> Reply {
+fn count_of(count: u64) -> Reply {
     Reply::Number(i64::try_from(count).unwrap_or(i64::MAX))
 }
 
-fn value(value: Option<Bytes>) -> Reply {
+fn value_of(value: Option<Bytes>) -> Reply {
     value.map_or(Reply::Nil, |value| Reply::Value(value.into()))
 }
 

@@ -8,34 +8,12 @@ use dflockd_wire::grpc::watch_client::WatchClient;
 use dflockd_wire::grpc::{ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, WatchRequest};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Status;
+use tonic::{Status, Streaming};
 
 use super::{Api, Failure, Outlet};
 use crate::reply::Reply;
 
-/// A subscription as the message that makes it.
-#[derive(Clone)]
-pub(super) enum Subscription {
-    Signals(SubscribeRequest),
-    Changes(WatchRequest),
-    Leaders(ObserveRequest),
-}
-
-/// Passes on what a subscription brings until its stream ends; says why it did.
-pub(super) async fn follow(api: &Api, subscription: Subscription, outlet: &Outlet) -> Failure {
-    let mut listener = Listener { outlet, begun: false };
-    let ended = match subscription {
-        Subscription::Signals(message) => listen(api, message, &mut listener).await,
-        Subscription::Changes(message) => watch(api, message, &mut listener).await,
-        Subscription::Leaders(message) => observe(api, message, &mut listener).await,
-    };
-    match ended {
-        Err(status) if !listener.begun => status.into(),
-        // The connection is told apart by nothing else: it ends with what it was for.
-        Ok(()) | Err(_) => Failure::Broken,
-    }
-}
-
+/// Where a subscription puts what it brings.
 struct Listener<'a> {
     outlet: &'a Outlet,
     begun: bool,
@@ -54,36 +32,59 @@ impl Listener<'_> {
     }
 }
 
-async fn listen(
-    api: &Api,
-    message: SubscribeRequest,
-    listener: &mut Listener<'_>,
-) -> Result<(), Status> {
+/// When nothing is missed any more.
+#[derive(PartialEq, Eq)]
+enum Begins {
+    /// As soon as the stream is open.
+    Opened,
+    /// When the stream says so.
+    Told,
+}
+
+/// Passes on what a stream brings until it ends; says why it did.
+async fn follow<T>(
+    outlet: &Outlet,
+    begins: Begins,
+    opened: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>,
+    mut hear: impl FnMut(&mut Listener<'_>, T),
+) -> Failure {
+    let mut listener = Listener { outlet, begun: false };
+    let ended = async {
+        let mut heard = opened.await?.into_inner();
+        if begins == Begins::Opened {
+            listener.begin();
+        }
+        while let Some(told) = heard.message().await? {
+            hear(&mut listener, told);
+        }
+        Ok::<(), Status>(())
+    };
+    match ended.await {
+        Err(status) if !listener.begun => status.into(),
+        // Nothing but its end tells that a connection brings nothing any more.
+        Ok(()) | Err(_) => Failure::Broken,
+    }
+}
+
+pub(super) async fn listen(api: &Api, message: SubscribeRequest, outlet: &Outlet) -> Failure {
     // Open as long as somebody listens: a request that never ends would keep the stream when all else is gone.
     let (wishes, wished) = mpsc::channel(1);
     let _ = wishes.send(message).await;
-    let request = api.request(ReceiverStream::new(wished));
-    let mut heard = SignalsClient::new(api.channel.clone()).subscribe(request).await?.into_inner();
-    while let Some(told) = heard.message().await? {
-        match told.what {
-            Some(What::Applied(_)) => listener.begin(),
-            Some(What::Signal(signal)) => {
-                listener.push(Push::Signal { channel: &signal.channel, payload: &signal.payload });
-            }
-            None => {}
+    let mut client = SignalsClient::new(api.channel.clone());
+    let opened = client.subscribe(api.request(ReceiverStream::new(wished)));
+    follow(outlet, Begins::Told, opened, |listener, told| match told.what {
+        Some(What::Applied(_)) => listener.begin(),
+        Some(What::Signal(signal)) => {
+            listener.push(Push::Signal { channel: &signal.channel, payload: &signal.payload });
         }
-    }
-    Ok(())
+        None => {}
+    })
+    .await
 }
 
-async fn watch(
-    api: &Api,
-    message: WatchRequest,
-    listener: &mut Listener<'_>,
-) -> Result<(), Status> {
-    let request = api.request(message);
-    let mut heard = WatchClient::new(api.channel.clone()).watch(request).await?.into_inner();
-    while let Some(told) = heard.message().await? {
+pub(super) async fn watch(api: &Api, message: WatchRequest, outlet: &Outlet) -> Failure {
+    let mut client = WatchClient::new(api.channel.clone());
+    follow(outlet, Begins::Told, client.watch(api.request(message)), |listener, told| {
         // The first message is a bookmark.
         listener.begin();
         for change in &told.changes {
@@ -91,28 +92,23 @@ async fn watch(
                 listener.push(Push::Watch { event, key: &change.key });
             }
         }
-    }
-    Ok(())
+    })
+    .await
 }
 
-async fn observe(
-    api: &Api,
-    message: ObserveRequest,
-    listener: &mut Listener<'_>,
-) -> Result<(), Status> {
+pub(super) async fn observe(api: &Api, message: ObserveRequest, outlet: &Outlet) -> Failure {
+    let mut client = ElectionsClient::new(api.channel.clone());
     let (key, request) = (message.key.clone(), api.request(message));
-    let mut heard = ElectionsClient::new(api.channel.clone()).observe(request).await?.into_inner();
-    listener.begin();
-    while let Some(told) = heard.message().await? {
+    follow(outlet, Begins::Opened, client.observe(request), |listener, told| {
         let event = match (told.event(), &told.leader) {
             (LeaderEvent::Resigned, _) => "resigned",
             (LeaderEvent::Failover, _) => "failover",
             (LeaderEvent::Elected, _) | (LeaderEvent::Unspecified, Some(_)) => "elected",
-            (LeaderEvent::Unspecified, None) => continue,
+            (LeaderEvent::Unspecified, None) => return,
         };
         listener.push(Push::Leader { event, key: &key });
-    }
-    Ok(())
+    })
+    .await
 }
 
 fn event_of(kind: ChangeKind) -> Option<&'static str> {

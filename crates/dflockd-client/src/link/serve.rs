@@ -161,7 +161,7 @@ impl Link {
             Some(at) if at.elapsed() >= PROBE_MAX => return Err("the member is out of touch"),
             Some(at) => next = next.min(at + PROBE_MAX),
             None if touched_at.elapsed() >= pace => {
-                state.push_as(Kind::Probe, &PROBE, None);
+                state.push_as(Kind::Probe, &PROBE);
                 let now = Instant::now();
                 state.member.probed_at = Some(now);
                 next = next.min(now + PROBE_MAX);
@@ -171,7 +171,7 @@ impl Link {
         let learn_at = cluster.learn_at();
         if learn_at.remaining().is_zero() {
             cluster.handle_asked();
-            state.push_as(Kind::Members, &Request::Stats, None);
+            state.push_as(Kind::Members, &Request::Stats);
         } else {
             next = next.min(learn_at);
         }
