@@ -200,15 +200,6 @@ impl Message {
 }
 
 impl Connection {
-    /// A request as it is sent over this connection.
-    pub(crate) fn message(&self, request: &Request<'_>) -> Message {
-        match self {
-            Self::Lines(lines) => Message::new(request, Transport::Lines, lines.unit()),
-            #[cfg(feature = "grpc")]
-            Self::Grpc(_) => Message::new(request, Transport::Grpc, Unit::Millis),
-        }
-    }
-
     /// Takes a request to be sent, at the latest by `flush`.
     pub(crate) fn queue(&mut self, number: Option<u64>, message: &Message) {
         match (self, message) {
@@ -253,19 +244,23 @@ impl Connection {
         request: &Request<'_>,
         timeout: Duration,
     ) -> io::Result<Reply> {
-        self.ask_hearing(number, request, timeout, |_| {}).await
+        let message = match self {
+            Self::Lines(lines) => Message::new(request, Transport::Lines, lines.unit()),
+            #[cfg(feature = "grpc")]
+            Self::Grpc(_) => Message::new(request, Transport::Grpc, Unit::Millis),
+        };
+        self.ask_hearing(number, &message, timeout, |_| {}).await
     }
 
     /// The same; what else comes goes to `hear`.
     pub(crate) async fn ask_hearing(
         &mut self,
         number: Option<u64>,
-        request: &Request<'_>,
+        message: &Message,
         timeout: Duration,
         mut hear: impl FnMut(Incoming),
     ) -> io::Result<Reply> {
-        let message = self.message(request);
-        self.queue(number, &message);
+        self.queue(number, message);
         let asked = async {
             self.flush(timeout, &mut hear).await?;
             loop {
