@@ -243,6 +243,9 @@ pub(crate) struct Conversation {
     api: Api,
     /// The session ends with the conversation.
     bound: bool,
+    /// Calls that are answered at once.
+    calls: JoinSet<()>,
+    /// Calls that may wait, and signs of life.
     tasks: JoinSet<()>,
     waits: Arc<Semaphore>,
     outlet: Outlet,
@@ -270,7 +273,8 @@ impl Conversation {
         let (teller, told) = mpsc::unbounded_channel();
         let waits = Arc::new(Semaphore::new(WAITS_MAX));
         let outlet = Outlet { number: None, told: teller };
-        Ok(Self { api, bound: false, tasks: JoinSet::new(), waits, outlet, told })
+        let (calls, tasks) = (JoinSet::new(), JoinSet::new());
+        Ok(Self { api, bound: false, calls, tasks, waits, outlet, told })
     }
 
     /// Makes or takes over a session.
@@ -313,11 +317,11 @@ impl Conversation {
 
     /// Makes the call of a request.
     pub(crate) fn queue(&mut self, number: Option<u64>, message: &Message) {
-        while self.tasks.try_join_next().is_some() {}
+        while self.calls.try_join_next().or_else(|| self.tasks.try_join_next()).is_some() {}
         let (api, call) = (self.api.clone(), message.call.clone());
         let outlet = Outlet { number, ..self.outlet.clone() };
         let Some(number) = number.filter(|_| message.may_wait) else {
-            self.tasks.spawn(async move { outlet.settle(call.make(&api, &outlet).await) });
+            self.calls.spawn(async move { outlet.settle(call.make(&api, &outlet).await) });
             return;
         };
         let (waits, unwanted) = (Arc::clone(&self.waits), Arc::<Notify>::default());
@@ -338,6 +342,11 @@ impl Conversation {
     pub(crate) async fn next(&mut self) -> io::Result<Incoming> {
         let told = self.told.recv().await;
         told.unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into()))
+    }
+
+    /// Ends it when nothing is under way any more: what was asked last is done.
+    pub(crate) async fn close(mut self) {
+        while self.calls.join_next().await.is_some() {}
     }
 }
 

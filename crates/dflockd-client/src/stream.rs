@@ -296,7 +296,7 @@ impl Connection {
         match self {
             Self::Lines(lines) => lines.close().await,
             #[cfg(feature = "grpc")]
-            Self::Grpc(_) => {}
+            Self::Grpc(conversation) => conversation.close().await,
         }
     }
 }

@@ -15,7 +15,7 @@ const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// A member that was left sooner was no good, and the next may not be either.
 const WORKED: Duration = Duration::from_secs(1);
-/// How long a closed link waits for grants that are under way, to give them back.
+/// How long a closed link waits for grants that are under way, to give them back, and then for the connection's end.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a server may leave what is sent to it unread.
 const UNREAD_MAX: Duration = Duration::from_secs(10);
@@ -105,7 +105,7 @@ async fn serve(link: &Arc<Link>, mut connection: Connection) -> String {
         if link.is_closed() {
             let closed_at = *closed_at.get_or_insert_with(Instant::now);
             if !link.owes_something() || closed_at.elapsed() > FAREWELL {
-                connection.close().await;
+                let _ = tokio::time::timeout(FAREWELL, connection.close()).await;
                 return "closed".to_owned();
             }
             pause = pause.min(FAREWELL);
