@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dflockd_wire::{ErrorCode, Op, Request, Response, Space, Unit, check};
+use dflockd_wire::{ErrorCode, Request, Space, check};
 use tokio::sync::Mutex;
 
 use crate::cluster::{Cluster, Membership, Route};
 use crate::error::Error;
 use crate::events::{Signals, Watch};
-use crate::guard::refusal;
-use crate::link::{GiveBack, Link, LinkHandle, OnDisconnect, Start};
+use crate::link::{Link, LinkHandle, OnDisconnect, Start};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
-use crate::stream::{Address, Dialer, Greeting, Lines, Transport};
+use crate::reply::Reply;
+use crate::stream::{Address, Connection, Dialer, Greeting, Session, Transport};
 use crate::values::{Barrier, Counter, Kv, List};
 
 /// Keys that a server lists at a time.
@@ -191,7 +191,7 @@ impl ClientBuilder {
         let heartbeat = self.heartbeat.unwrap_or(HEARTBEAT_IN_CLUSTER);
         let start = Start { on_disconnect, heartbeat, last: joined.last };
         let (route, at) = (Route::Cluster(cluster), joined.address.name);
-        let link = Link::start(route.clone(), at, start, joined.lines, &joined.words);
+        let link = Link::start(route.clone(), at, start, joined.connection, joined.session);
         Ok(self.client(vec![Server { route, way: Way::Shared(link) }]))
     }
 
@@ -270,7 +270,7 @@ pub(crate) enum Way {
     /// Everything over one connection.
     Shared(Arc<LinkHandle>),
     /// A connection per held or waiting lock, and a few for the rest.
-    Plain(Mutex<Vec<Lines>>),
+    Plain(Mutex<Vec<Connection>>),
 }
 
 impl Server {
@@ -279,28 +279,27 @@ impl Server {
         on_disconnect: OnDisconnect,
         heartbeat: Duration,
     ) -> Result<Self, Error> {
-        let mut lines = address.connect().await?;
-        let words = Link::words(on_disconnect);
-        let timeout = address.connect_timeout;
-        let greeting = lines.greet(&address.client_name, &words, timeout).await;
+        let mut connection = address.connect().await?;
+        let (wanted, timeout) = (Session::New(on_disconnect), address.connect_timeout);
+        let greeting = connection.greet(&address.client_name, wanted, timeout).await;
         let (name, route) = (address.name.clone(), Route::One(address.clone()));
         let way = match greeting {
-            Ok(Greeting::Accepted(words)) if Link::suits(on_disconnect, &words) => {
+            Ok(Greeting::Accepted(session)) => {
                 let start = Start { on_disconnect, heartbeat, last: 0 };
-                Way::Shared(Link::start(route.clone(), name, start, lines, &words))
+                Way::Shared(Link::start(route.clone(), name, start, connection, session))
             }
             // It does not know the greeting. Servers of the first generations close after anything they do not
             // know, some after an answer, so this connection is not used again.
-            Ok(Greeting::Accepted(_) | Greeting::Refused(ErrorCode::Error))
-                if address.may_be_old =>
+            Ok(Greeting::Unsuited | Greeting::Refused(ErrorCode::Error))
+                if address.may_be_old() =>
             {
                 Way::Plain(Mutex::new(Vec::new()))
             }
-            Ok(Greeting::Accepted(_)) => return Err(address.unreachable("it keeps no sessions")),
+            Ok(Greeting::Unsuited) => return Err(address.unreachable("it keeps no sessions")),
             Ok(Greeting::Refused(code)) => return Err(address.unreachable(code.text())),
             Ok(Greeting::NotLeader(_)) => return Err(Error::Refused(ErrorCode::NotLeader)),
             Err(error)
-                if error.kind() == std::io::ErrorKind::UnexpectedEof && address.may_be_old =>
+                if error.kind() == std::io::ErrorKind::UnexpectedEof && address.may_be_old() =>
             {
                 Way::Plain(Mutex::new(Vec::new()))
             }
@@ -311,63 +310,43 @@ impl Server {
 
     /// Connects to a session that exists.
     async fn attach(address: Address, session: &str, heartbeat: Duration) -> Result<Self, Error> {
-        let mut lines = address.connect().await?;
-        let attach = format!("attach={session}");
-        let mut words = Link::words(OnDisconnect::Release);
-        words.push(&attach);
-        let greeted = lines.greet(&address.client_name, &words, address.connect_timeout).await;
+        let mut connection = address.connect().await?;
+        let (wanted, timeout) = (Session::Attach(session), address.connect_timeout);
+        let greeted = connection.greet(&address.client_name, wanted, timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(words) if Link::suits(OnDisconnect::Keep, &words) => {
+            Greeting::Accepted(session) => {
                 let last = above_all_numbers();
                 let start = Start { on_disconnect: OnDisconnect::Keep, heartbeat, last };
                 let (name, route) = (address.name.clone(), Route::One(address));
-                let link = Link::start(route.clone(), name, start, lines, &words);
+                let link = Link::start(route.clone(), name, start, connection, session);
                 Ok(Self { route, way: Way::Shared(link) })
             }
-            Greeting::Accepted(_) | Greeting::Refused(_) | Greeting::NotLeader(_) => {
+            Greeting::Unsuited | Greeting::Refused(_) | Greeting::NotLeader(_) => {
                 Err(Error::Invalid("no such session".to_owned()))
             }
         }
     }
 
-    /// Sends a request and waits for its answer; `wait` is how long it may block at the server.
-    pub(crate) async fn ask(
-        &self,
-        request: &Request<'_>,
-        wait: Duration,
-        timeout: Duration,
-    ) -> Result<Vec<u8>, Error> {
-        let timeout = timeout.saturating_add(wait);
+    /// Sends a request and waits for its answer, `timeout` longer than the server may.
+    async fn ask(&self, request: &Request<'_>, timeout: Duration) -> Result<Reply, Error> {
+        let timeout = timeout.saturating_add(request.wait().unwrap_or_default());
         match &self.way {
-            Way::Shared(link) => {
-                let call = link.call(request, give_back(request))?;
-                Ok(call.wait(timeout).await?.claim())
-            }
+            Way::Shared(link) => Ok(link.call(request)?.wait(timeout).await?.claim()),
             Way::Plain(pool) => {
                 let pooled = pool.lock().await.pop();
-                let mut lines = match pooled {
-                    Some(lines) => lines,
+                let mut connection = match pooled {
+                    Some(connection) => connection,
                     None => self.route.connect().await?,
                 };
                 // If this future is dropped the connection goes with it, and a late answer as well.
-                match lines.ask(request, timeout).await {
-                    Ok(line) => {
-                        let mut pool = pool.lock().await;
-                        if pool.len() < POOL_MAX {
-                            pool.push(lines);
-                        }
-                        Ok(line)
-                    }
-                    Err(error) => Err(Error::Unknown { reason: error.to_string() }),
+                let reply = connection.ask(None, request, timeout).await;
+                let reply = reply.map_err(|error| Error::Unknown { reason: error.to_string() })?;
+                let mut pool = pool.lock().await;
+                if pool.len() < POOL_MAX {
+                    pool.push(connection);
                 }
+                Ok(reply)
             }
-        }
-    }
-
-    pub(crate) fn unit(&self) -> Unit {
-        match self.way {
-            Way::Shared(_) => Unit::Millis,
-            Way::Plain(_) => Unit::Seconds,
         }
     }
 }
@@ -462,11 +441,7 @@ impl Client {
         check_key(channel.as_bytes())?;
         check_value(payload)?;
         let request = Request::Signal { channel: channel.as_bytes(), payload };
-        let line = self.ask(channel.as_bytes(), &request, Duration::ZERO).await?;
-        match Response::parse(Op::Signal, &line, Unit::Millis) {
-            Some(Response::Number(count)) => Ok(u64::try_from(count).unwrap_or_default()),
-            _ => Err(refusal("signal", &line)),
-        }
+        self.ask(channel.as_bytes(), &request).await?.count("signal")
     }
 
     /// Listens to the signals of a channel or pattern on every server. With a group, each signal goes to one of
@@ -495,11 +470,7 @@ impl Client {
     /// If one does not.
     pub async fn ping(&self) -> Result<(), Error> {
         for server in &self.inner.servers {
-            let timeout = self.inner.request_timeout;
-            let line = server.ask(&Request::Ping, Duration::ZERO, timeout).await?;
-            if line != b"ok" {
-                return Err(refusal("ping", &line));
-            }
+            server.ask(&Request::Ping, self.inner.request_timeout).await?.done("ping")?;
         }
         Ok(())
     }
@@ -512,9 +483,8 @@ impl Client {
     pub async fn stats(&self) -> Result<Vec<serde_json::Value>, Error> {
         let mut all = Vec::new();
         for server in &self.inner.servers {
-            let timeout = self.inner.request_timeout;
-            let line = server.ask(&Request::Stats, Duration::ZERO, timeout).await?;
-            all.push(json("stats", &line)?);
+            let reply = server.ask(&Request::Stats, self.inner.request_timeout).await?;
+            all.push(reply.json("stats")?);
         }
         Ok(all)
     }
@@ -525,12 +495,8 @@ impl Client {
     ///
     /// If the server does not know the command or can not be asked.
     pub async fn inspect(&self, key: &[u8]) -> Result<Option<serde_json::Value>, Error> {
-        check_key(key)?;
-        let line = self.ask(key, &Request::Inspect { key }, Duration::ZERO).await?;
-        if line == b"nil" {
-            return Ok(None);
-        }
-        json("inspect", &line).map(Some)
+        let reply = self.ask(key, &Request::Inspect { key }).await?;
+        if matches!(reply, Reply::Nil) { Ok(None) } else { reply.json("inspect").map(Some) }
     }
 
     /// Up to `limit` keys of each server that begin with `prefix` and come after `after`, in order. What a server does
@@ -551,11 +517,12 @@ impl Client {
             while left > 0 {
                 let wanted = left.min(LS_MAX);
                 let request = Request::Ls { prefix, limit: wanted, after: after.as_deref() };
-                let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
-                let serde_json::Value::Array(keys) = json("ls", &line)? else { break };
+                let reply = server.ask(&request, self.inner.request_timeout).await?;
+                let serde_json::Value::Array(keys) = reply.json("ls")? else { break };
                 after = keys.last().and_then(|key| Some(key["key"].as_str()?.as_bytes().to_vec()));
                 // A page has fewer keys than asked for if it would be too long, or if there are no more.
-                let is_last = keys.len() < wanted && line.len() < LS_CUT_BYTES || after.is_none();
+                let is_cut = keys.len() == wanted || reply.text_bytes() >= LS_CUT_BYTES;
+                let is_last = !is_cut || after.is_none();
                 left = left.saturating_sub(keys.len());
                 all.extend(keys);
                 if is_last {
@@ -584,7 +551,7 @@ impl Client {
         check_token(token)?;
         let (space, token) = (space(semaphore), token.as_bytes());
         let request = Request::Release { space, key, token, resign: false };
-        self.done(key, &request).await
+        self.ask(key, &request).await?.done(request.op().name())
     }
 
     /// Renews a hold by its token, whoever took it, and returns its lease.
@@ -599,15 +566,10 @@ impl Client {
         token: &str,
         lease: Duration,
     ) -> Result<Duration, Error> {
-        check_key(key)?;
         check_token(token)?;
         let (space, token) = (space(semaphore), token.as_bytes());
         let request = Request::Renew { space, key, token, lease: Some(lease) };
-        let line = self.ask(key, &request, Duration::ZERO).await?;
-        match Response::parse(request.op(), &line, self.server(key).unit()) {
-            Some(Response::Renewed { remaining, .. }) => Ok(remaining),
-            _ => Err(refusal("renew", &line)),
-        }
+        self.ask(key, &request).await?.renewed("renew")
     }
 
     /// Ends somebody's hold. The server logs who did it and why.
@@ -626,7 +588,8 @@ impl Client {
         check_token(admin_token)?;
         check_value(reason.as_bytes())?;
         let (space, token) = (space(semaphore), admin_token.as_bytes());
-        self.done(key, &Request::ForceRelease { key, token, space, fence, reason }).await
+        let request = Request::ForceRelease { key, token, space, fence, reason };
+        self.ask(key, &request).await?.done("force-release")
     }
 
     /// Ends a session or connection and all it holds, on the first server. The server logs who did it and why.
@@ -644,14 +607,7 @@ impl Client {
         check_value(reason.as_bytes())?;
         let request = Request::EndSession { session, token: admin_token.as_bytes(), reason };
         let server = &self.inner.servers[0];
-        let line = server.ask(&request, Duration::ZERO, self.inner.request_timeout).await?;
-        if line == b"ok" { Ok(()) } else { Err(refusal("end-session", &line)) }
-    }
-
-    async fn done(&self, key: &[u8], request: &Request<'_>) -> Result<(), Error> {
-        check_key(key)?;
-        let line = self.ask(key, request, Duration::ZERO).await?;
-        if line == b"ok" { Ok(()) } else { Err(refusal(request.op().name(), &line)) }
+        server.ask(&request, self.inner.request_timeout).await?.done("end-session")
     }
 
     /// By what another process can take over the session of this client, see [`ClientBuilder::attach`]. None with
@@ -674,13 +630,10 @@ impl Client {
         &self.inner.servers[shard(key, count)]
     }
 
-    pub(crate) async fn ask(
-        &self,
-        key: &[u8],
-        request: &Request<'_>,
-        wait: Duration,
-    ) -> Result<Vec<u8>, Error> {
-        self.server(key).ask(request, wait, self.inner.request_timeout).await
+    /// Asks the server that a key belongs to.
+    pub(crate) async fn ask(&self, key: &[u8], request: &Request<'_>) -> Result<Reply, Error> {
+        check_key(key)?;
+        self.server(key).ask(request, self.inner.request_timeout).await
     }
 }
 
@@ -688,14 +641,6 @@ impl Client {
 fn above_all_numbers() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_micros()).unwrap_or_default()
-}
-
-/// How to undo a request if nobody waits for it any more.
-fn give_back(request: &Request<'_>) -> Option<GiveBack> {
-    if let Request::BlockingPop { key, end, .. } | Request::Pop { key, end } = *request {
-        return Some(GiveBack::Item { key: key.to_vec(), end });
-    }
-    matches!(request, Request::BarrierWait { .. }).then_some(GiveBack::Nothing)
 }
 
 /// The number of the server a key belongs to, the same in every dflockd client.
@@ -723,12 +668,6 @@ fn check_token(token: &str) -> Result<(), Error> {
 
 fn space(semaphore: bool) -> Space {
     if semaphore { Space::Semaphores } else { Space::Locks }
-}
-
-fn json(command: &str, line: &[u8]) -> Result<serde_json::Value, Error> {
-    let text = line.strip_prefix(b"ok ").ok_or_else(|| refusal(command, line))?;
-    serde_json::from_slice(text)
-        .map_err(|error| Error::Protocol { command: command.to_owned(), answer: error.to_string() })
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Request, Unit, print_number, split_number};
+use dflockd_wire::{ErrorCode, Request};
 use parking_lot::Mutex;
 use rand::seq::SliceRandom;
 use serde::Deserialize;
@@ -17,8 +17,9 @@ use tokio::task::JoinSet;
 
 use crate::clock::Instant;
 use crate::error::Error;
-use crate::link::{Link, OnDisconnect};
-use crate::stream::{Address, Dialer, Greeting, Lines};
+use crate::link::OnDisconnect;
+use crate::reply::Reply;
+use crate::stream::{Address, Connection, Dialer, Greeting, Session, Transport};
 
 /// The next member is dialed when the one before took so long.
 const STAGGER: Duration = Duration::from_millis(200);
@@ -72,7 +73,7 @@ pub(crate) enum Route {
 
 impl Route {
     /// A connection: to the server, or to some member.
-    pub(crate) async fn connect(&self) -> Result<Lines, Error> {
+    pub(crate) async fn connect(&self) -> Result<Connection, Error> {
         match self {
             Self::One(address) => address.connect().await,
             Self::Cluster(cluster) => {
@@ -94,6 +95,13 @@ impl Route {
         match self {
             Self::One(address) => address.connect_timeout,
             Self::Cluster(cluster) => cluster.dialer.connect_timeout,
+        }
+    }
+
+    pub(crate) fn transport(&self) -> Transport {
+        match self {
+            Self::One(address) => address.transport,
+            Self::Cluster(cluster) => cluster.dialer.transport,
         }
     }
 
@@ -225,7 +233,7 @@ impl Cluster {
     pub(crate) async fn first_reached(
         &self,
         candidates: &mut VecDeque<Address>,
-    ) -> Result<(Address, Lines), Error> {
+    ) -> Result<(Address, Connection), Error> {
         let mut dials = JoinSet::new();
         let mut dialed: Vec<Address> = Vec::new();
         let mut last = self.unreachable("no member is known");
@@ -250,11 +258,11 @@ impl Cluster {
             let Some(Ok((address, connected))) = joined else { continue };
             dialed.retain(|other| other.name != address.name);
             match connected {
-                Ok(lines) => {
+                Ok(connection) => {
                     for other in dialed.into_iter().rev() {
                         candidates.push_front(other);
                     }
-                    return Ok((address, lines));
+                    return Ok((address, connection));
                 }
                 Err(error) => {
                     self.handle_failure(&address.name);
@@ -326,9 +334,8 @@ impl Cluster {
     }
 
     /// Reads the answer to `stats` of the server at `address`.
-    pub(crate) fn learn(&self, address: &str, answer: &[u8], attached: bool) -> Told {
-        let text = answer.strip_prefix(b"ok ").unwrap_or_default();
-        let report = match serde_json::from_slice::<Stats>(text) {
+    pub(crate) fn learn(&self, address: &str, answer: &Reply, attached: bool) -> Told {
+        let report = match answer.json::<Stats>("stats") {
             Ok(Stats { cluster: Some(report) }) => report,
             Ok(Stats { cluster: None }) | Err(_) => {
                 self.put_off(address, FOREIGN_FOR);
@@ -347,7 +354,7 @@ impl Cluster {
             self.put_off(address, FOREIGN_FOR);
             return Told::Foreign;
         }
-        known.text_bytes = text.len();
+        known.text_bytes = answer.text_bytes();
         // One that is out of touch may tell of a past.
         if report.ready || is_first {
             let witness = |node: &String| report.witnesses.contains(node);
@@ -371,8 +378,8 @@ impl Cluster {
     }
 
     /// Asks a server on a connection that was not greeted whether it is a member, and what it knows.
-    pub(crate) async fn ask(&self, address: &Address, lines: &mut Lines) -> Option<Told> {
-        let answer = lines.ask(&Request::Stats, address.connect_timeout).await.ok()?;
+    pub(crate) async fn ask(&self, address: &Address, connection: &mut Connection) -> Option<Told> {
+        let answer = connection.ask(None, &Request::Stats, address.connect_timeout).await.ok()?;
         Some(self.learn(&address.name, &answer, false))
     }
 
@@ -415,9 +422,9 @@ impl Cluster {
             }
             let (error, over) = match self.first_reached(&mut candidates).await {
                 Err(error) => (error, true),
-                Ok((address, lines)) => {
+                Ok((address, connection)) => {
                     let name = address.name.clone();
-                    match self.join_at(address, lines, on_disconnect, session, last).await {
+                    match self.join_at(address, connection, on_disconnect, session, last).await {
                         Ok(joined) => return Ok(joined),
                         Err(error) => {
                             self.handle_failure(&name);
@@ -437,27 +444,24 @@ impl Cluster {
     async fn join_at(
         &self,
         address: Address,
-        mut lines: Lines,
+        mut connection: Connection,
         on_disconnect: OnDisconnect,
         session: Option<&str>,
         last: u64,
     ) -> Result<Joined, Error> {
-        let attach = session.map(|session| format!("attach={session}"));
-        let mut words =
-            Link::words(attach.as_ref().map_or(on_disconnect, |_| OnDisconnect::Release));
-        words.extend(attach.as_deref());
-        let greeting = lines.greet(&address.client_name, &words, GREETING_MAX).await;
-        let words = match greeting.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(words) if Link::suits(on_disconnect, &words) => words,
-            Greeting::Accepted(_) => return Err(address.unreachable("it does not keep sessions")),
+        let wanted = session.map_or(Session::New(on_disconnect), Session::Attach);
+        let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
+        let session = match greeted.map_err(|error| address.greeting_failed(&error))? {
+            Greeting::Accepted(session) => session,
+            Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 // A witness; it knows the others.
-                self.ask(&address, &mut lines).await;
+                self.ask(&address, &mut connection).await;
                 self.handle_redirect(leader.as_deref());
                 return Err(address.unreachable("it serves no clients"));
             }
             Greeting::Refused(ErrorCode::Error) => {
-                let told = self.ask(&address, &mut lines).await;
+                let told = self.ask(&address, &mut connection).await;
                 let known = session.is_none() || told != Some(Told::Member { ready: true });
                 return Err(match told {
                     Some(Told::Foreign) => not_a_member(&address),
@@ -467,30 +471,14 @@ impl Cluster {
             }
             Greeting::Refused(code) => return Err(address.unreachable(code.text())),
         };
-        let number = last + 1;
-        let mut bytes = Vec::new();
-        print_number(number, &mut bytes);
-        Request::Stats.print(Unit::Millis, &mut bytes);
-        let asked = async {
-            lines.send(&bytes).await?;
-            loop {
-                let line = lines.reader.next().await?;
-                if let Some((answered, rest)) = split_number(&line)
-                    && answered == number
-                {
-                    return Ok::<_, std::io::Error>(rest.to_vec());
-                }
-            }
-        };
-        let answer = match tokio::time::timeout(address.connect_timeout, asked).await {
-            Ok(answer) => answer.map_err(|error| address.unreachable(error))?,
-            Err(_) => return Err(address.unreachable("it does not answer")),
-        };
+        let last = last + 1;
+        let asked = connection.ask(Some(last), &Request::Stats, address.connect_timeout).await;
+        let answer = asked.map_err(|error| address.unreachable(error))?;
         if self.learn(&address.name, &answer, true) == Told::Foreign {
             return Err(not_a_member(&address));
         }
         self.handle_asked();
-        Ok(Joined { address, lines, words, last: number })
+        Ok(Joined { address, connection, session, last })
     }
 }
 
@@ -506,8 +494,8 @@ impl Known {
 /// A session at a member.
 pub(crate) struct Joined {
     pub(crate) address: Address,
-    pub(crate) lines: Lines,
-    pub(crate) words: Vec<String>,
+    pub(crate) connection: Connection,
+    pub(crate) session: Option<String>,
     /// The last number that was used.
     pub(crate) last: u64,
 }
@@ -535,12 +523,12 @@ mod tests {
             client_name: "test".into(),
             connect_timeout: Duration::from_secs(5),
             user_timeout: None,
-            transport: crate::stream::Transport::Lines,
+            transport: Transport::Lines,
         };
         Cluster::new(dialer, seeds.iter().map(ToString::to_string).collect(), prefer_leader)
     }
 
-    fn report(node: &str, leader: &str, members: &[(&str, &str)]) -> Vec<u8> {
+    fn report(node: &str, leader: &str, members: &[(&str, &str)]) -> Reply {
         let members: Vec<_> = members
             .iter()
             .map(|(node, address)| {
@@ -550,11 +538,11 @@ mod tests {
             })
             .collect();
         let members = members.join(",");
-        format!(
-            r#"ok {{"connections":1,"locks":[],"cluster":{{"node_id":"{node}","ready":true,"leader_id":"{leader}",
+        let text = format!(
+            r#"{{"connections":1,"locks":[],"cluster":{{"node_id":"{node}","ready":true,"leader_id":"{leader}",
             "voters":[],"witnesses":["w"],"members":[{members}]}}}}"#
-        )
-        .into_bytes()
+        );
+        Reply::Value(text.into_bytes())
     }
 
     fn names(cluster: &Cluster) -> Vec<String> {
@@ -613,7 +601,8 @@ mod tests {
     #[test]
     fn strangers_are_told_apart() {
         let cluster = cluster(&["h:1"], false);
-        assert_eq!(cluster.learn("h:9", b"ok {\"connections\":1}", true), Told::Foreign);
+        let alone = Reply::Value(b"{\"connections\":1}".to_vec());
+        assert_eq!(cluster.learn("h:9", &alone, true), Told::Foreign);
         cluster.learn("h:1", &report("a", "b", &THREE), true);
         let other = report("x", "x", &[("x", "h:8")]);
         assert_eq!(cluster.learn("h:8", &other, true), Told::Foreign);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Push, Request, Response, Unit, check};
+use dflockd_wire::{ErrorCode, Request, Unit, check};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -13,8 +13,8 @@ use crate::client::Client;
 use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::Error;
-use crate::guard::refusal;
-use crate::stream::{Greeting, Lines};
+use crate::reply::{Event, Incoming, Reply};
+use crate::stream::{Connection, Greeting, Message, Session};
 
 /// Events that may wait for the application.
 const BUFFERED_MAX: usize = 4096;
@@ -55,29 +55,9 @@ pub enum LeaderEvent {
     Failover,
 }
 
-/// What a stream subscribes to.
-#[derive(Clone)]
-enum Subscription {
-    Signals { pattern: String, group: String },
-    Changes { pattern: String },
-    Leaders { key: Vec<u8> },
-}
-
-impl Subscription {
-    fn request(&self) -> Request<'_> {
-        match self {
-            Self::Signals { pattern, group } => {
-                Request::Listen { pattern: pattern.as_bytes(), group: group.as_bytes() }
-            }
-            Self::Changes { pattern } => Request::Watch { pattern: pattern.as_bytes() },
-            Self::Leaders { key } => Request::Observe { key },
-        }
-    }
-}
-
-/// A stream of pushes from one or more servers.
+/// A stream of events from one or more servers.
 struct Stream {
-    events: mpsc::Receiver<Vec<u8>>,
+    events: mpsc::Receiver<Event>,
     counts: Arc<Counts>,
     tasks: Vec<JoinHandle<()>>,
 }
@@ -88,35 +68,23 @@ struct Counts {
     interruptions: AtomicU64,
 }
 
-impl Counts {
-    /// Passes lines on as far as there is room, and counts the others.
-    fn pass_on(&self, sender: &mpsc::Sender<Vec<u8>>, lines: Vec<Vec<u8>>) {
-        for line in lines {
-            if matches!(sender.try_send(line), Err(mpsc::error::TrySendError::Full(_))) {
-                self.dropped.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-    }
-}
-
 impl Stream {
-    async fn open(routes: Vec<Route>, subscription: Subscription) -> Result<Self, Error> {
+    async fn open(routes: Vec<Route>, request: &Request<'_>) -> Result<Self, Error> {
         let (sender, events) = mpsc::channel(BUFFERED_MAX);
         let counts = Arc::<Counts>::default();
         let mut stream = Self { events, counts, tasks: Vec::new() };
         for route in routes {
-            let (lines, early) = subscribe_first(&route, &subscription).await?;
-            stream.counts.pass_on(&sender, early);
-            let (sender, counts) = (sender.clone(), Arc::clone(&stream.counts));
-            let subscription = subscription.clone();
-            stream.tasks.push(tokio::spawn(async move {
-                forward(route, subscription, lines, &sender, &counts).await;
-            }));
+            let message = Message::new(request, route.transport(), Unit::Seconds);
+            let (command, sender) = (request.op().name(), sender.clone());
+            let counts = Arc::clone(&stream.counts);
+            let feed = Feed { route, command, message, sender, counts };
+            let connection = feed.subscribe_first().await?;
+            stream.tasks.push(tokio::spawn(feed.forward(connection)));
         }
         Ok(stream)
     }
 
-    async fn next(&mut self) -> Option<Vec<u8>> {
+    async fn next(&mut self) -> Option<Event> {
         self.events.recv().await
     }
 }
@@ -129,125 +97,121 @@ impl Drop for Stream {
     }
 }
 
-/// Subscribes for the first time: in a cluster at another member if one can not.
-async fn subscribe_first(
-    route: &Route,
-    subscription: &Subscription,
-) -> Result<(Lines, Vec<Vec<u8>>), Error> {
-    let begun = Instant::now();
-    let mut backoff = BACKOFF_MIN;
-    loop {
-        match subscribe(route, subscription).await {
-            Err(error) if route.cluster().is_some() && error.may_retry() => {
-                if begun.elapsed() > route.patience() {
-                    return Err(error);
-                }
-            }
-            settled => return settled,
-        }
-        tokio::time::sleep(backoff.mul_f64(rand::random())).await;
-        backoff = (backoff * 2).min(BACKOFF_MAX);
-    }
-}
-
-/// Subscribes on a new connection. A push may come before the answer; it is returned, too.
-async fn subscribe(
-    route: &Route,
-    subscription: &Subscription,
-) -> Result<(Lines, Vec<Vec<u8>>), Error> {
-    let mut lines = route.connect().await?;
-    let timeout = route.patience();
-    // For the name in `stats`; a server that does not know it answers `error` and goes on.
-    match lines.greet(&route.client_name(), &[], timeout).await {
-        Ok(Greeting::NotLeader(leader)) => {
-            if let Some(cluster) = route.cluster() {
-                cluster.handle_redirect(leader.as_deref());
-            }
-            return Err(Error::Refused(ErrorCode::NotLeader));
-        }
-        Ok(Greeting::Accepted(_) | Greeting::Refused(_)) => {}
-        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            return Err(Error::Auth);
-        }
-        // The first generations hang up on what they do not know.
-        Err(_) => lines = route.connect().await?,
-    }
-    let request = subscription.request();
-    let mut early = Vec::new();
-    let mut answer = lines.ask(&request, timeout).await;
-    loop {
-        let line = answer.map_err(|error| route.unreachable(error))?;
-        if line == b"ok" {
-            return Ok((lines, early));
-        }
-        if Push::parse(&line).is_none() {
-            if let Some(cluster) = route.cluster()
-                && let Some(Response::NotLeader(leader)) =
-                    Response::parse(Op::Ping, &line, Unit::Seconds)
-            {
-                cluster.handle_redirect(leader);
-            }
-            return Err(refusal(request.op().name(), &line));
-        }
-        early.push(line);
-        let next = tokio::time::timeout(timeout, lines.reader.next()).await;
-        answer = next.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
-    }
-}
-
-/// Passes pushes on, and subscribes again when the connection breaks.
-async fn forward(
+/// The part of a stream that comes from one server.
+struct Feed {
     route: Route,
-    subscription: Subscription,
-    lines: Lines,
-    sender: &mpsc::Sender<Vec<u8>>,
-    counts: &Counts,
-) {
-    let mut lines = Some(lines);
-    let mut backoff = BACKOFF_MIN;
-    loop {
-        if let Some(lines) = lines.take() {
-            backoff = BACKOFF_MIN;
-            pump(&route, lines, sender, counts).await;
-            counts.interruptions.fetch_add(1, Ordering::Relaxed);
-        }
-        if sender.is_closed() {
-            return;
-        }
-        tokio::time::sleep(backoff.mul_f64(rand::random())).await;
-        backoff = (backoff * 2).min(BACKOFF_MAX);
-        if let Ok((again, early)) = subscribe(&route, &subscription).await {
-            counts.pass_on(sender, early);
-            lines = Some(again);
-        }
-    }
+    command: &'static str,
+    /// The subscription.
+    message: Message,
+    sender: mpsc::Sender<Event>,
+    counts: Arc<Counts>,
 }
 
-async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, counts: &Counts) {
-    let (question, heartbeat) = match route {
-        Route::One(_) => (Request::Ping, HEARTBEAT),
-        Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
-    };
-    let mut ping = Vec::new();
-    question.print(Unit::Seconds, &mut ping);
-    let mut answered = true;
-    loop {
-        match tokio::time::timeout(heartbeat, lines.reader.next()).await {
-            Ok(Ok(line)) => {
-                answered = true;
-                if Push::parse(&line).is_some() {
-                    counts.pass_on(sender, vec![line]);
-                } else if route.cluster().is_some() && line.starts_with(b"error") {
-                    // Out of touch, going, or no longer the leader.
+impl Feed {
+    /// Passes an event on if there is room, or counts it.
+    fn pass_on(&self, incoming: Incoming) {
+        if let Incoming::Event(event) = incoming
+            && matches!(self.sender.try_send(event), Err(mpsc::error::TrySendError::Full(_)))
+        {
+            self.counts.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Subscribes for the first time: in a cluster at another member if one can not.
+    async fn subscribe_first(&self) -> Result<Connection, Error> {
+        let begun = Instant::now();
+        let mut backoff = BACKOFF_MIN;
+        loop {
+            match self.subscribe().await {
+                Err(error) if self.route.cluster().is_some() && error.may_retry() => {
+                    if begun.elapsed() > self.route.patience() {
+                        return Err(error);
+                    }
+                }
+                settled => return settled,
+            }
+            tokio::time::sleep(backoff.mul_f64(rand::random())).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+
+    /// Subscribes on a new connection. An event may come before the answer.
+    async fn subscribe(&self) -> Result<Connection, Error> {
+        let route = &self.route;
+        let mut connection = route.connect().await?;
+        let timeout = route.patience();
+        // For the name in `stats`; a server that does not know it answers `error` and goes on.
+        match connection.greet(&route.client_name(), Session::None, timeout).await {
+            Ok(Greeting::NotLeader(leader)) => {
+                if let Some(cluster) = route.cluster() {
+                    cluster.handle_redirect(leader.as_deref());
+                }
+                return Err(Error::Refused(ErrorCode::NotLeader));
+            }
+            Ok(Greeting::Accepted(_) | Greeting::Unsuited | Greeting::Refused(_)) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                return Err(Error::Auth);
+            }
+            // The first generations hang up on what they do not know.
+            Err(_) => connection = route.connect().await?,
+        }
+        let hear = |incoming| self.pass_on(incoming);
+        let reply = connection.ask_hearing(None, &self.message, timeout, hear).await;
+        let reply = reply.map_err(|error| route.unreachable(error))?;
+        if let (Some(cluster), Reply::NotLeader(leader)) = (route.cluster(), &reply) {
+            cluster.handle_redirect(leader.as_deref());
+        }
+        reply.done(self.command)?;
+        Ok(connection)
+    }
+
+    /// Passes events on, and subscribes again when the connection breaks.
+    async fn forward(self, connection: Connection) {
+        let mut connection = Some(connection);
+        let mut backoff = BACKOFF_MIN;
+        loop {
+            if let Some(connection) = connection.take() {
+                backoff = BACKOFF_MIN;
+                self.pump(connection).await;
+                self.counts.interruptions.fetch_add(1, Ordering::Relaxed);
+            }
+            if self.sender.is_closed() {
+                return;
+            }
+            tokio::time::sleep(backoff.mul_f64(rand::random())).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+            connection = self.subscribe().await.ok();
+        }
+    }
+
+    async fn pump(&self, mut connection: Connection) {
+        let (question, heartbeat) = match self.route {
+            Route::One(_) => (Request::Ping, HEARTBEAT),
+            Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
+        };
+        let question = Message::new(&question, self.route.transport(), Unit::Seconds);
+        let mut answered = true;
+        loop {
+            match tokio::time::timeout(heartbeat, connection.next()).await {
+                // Out of touch, going, or no longer the leader.
+                Ok(Ok(Incoming::Reply(_, reply)))
+                    if self.route.cluster().is_some() && reply.is_refusal() =>
+                {
                     return;
                 }
-            }
-            Ok(Err(_)) => return,
-            Err(_) if !answered => return,
-            Err(_) => {
-                answered = false;
-                if lines.send(&ping).await.is_err() {
-                    return;
+                Ok(Ok(incoming)) => {
+                    answered = true;
+                    self.pass_on(incoming);
+                }
+                Ok(Err(_)) => return,
+                Err(_) if !answered => return,
+                Err(_) => {
+                    answered = false;
+                    connection.queue(None, &question);
+                    let hear = |incoming| self.pass_on(incoming);
+                    if connection.flush(heartbeat, hear).await.is_err() {
+                        return;
+                    }
                 }
             }
         }
@@ -256,8 +220,17 @@ async fn pump(route: &Route, mut lines: Lines, sender: &mpsc::Sender<Vec<u8>>, c
 
 /// What all streams can be asked.
 macro_rules! stream {
-    ($name:ident) => {
+    ($name:ident, $event:ident: $item:ident) => {
         impl $name {
+            /// The next one; waits for it.
+            pub async fn next(&mut self) -> Option<$item> {
+                loop {
+                    if let Event::$event(item) = self.stream.next().await? {
+                        return Some(item);
+                    }
+                }
+            }
+
             /// How many events were dropped because the application did not take them.
             #[must_use]
             pub fn dropped(&self) -> u64 {
@@ -284,26 +257,12 @@ impl Signals {
         if group.contains(['\n', '\r']) {
             return Err(Error::Invalid("a group has no line break".to_owned()));
         }
-        let subscription =
-            Subscription::Signals { pattern: pattern.to_owned(), group: group.to_owned() };
-        Ok(Self { stream: Stream::open(all(client), subscription).await? })
-    }
-
-    /// The next one; waits for it.
-    pub async fn next(&mut self) -> Option<Signal> {
-        loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Signal { channel, payload }) = Push::parse(&line) {
-                return Some(Signal {
-                    channel: String::from_utf8_lossy(channel).into_owned(),
-                    payload: payload.to_vec(),
-                });
-            }
-        }
+        let request = Request::Listen { pattern: pattern.as_bytes(), group: group.as_bytes() };
+        Ok(Self { stream: Stream::open(all(client), &request).await? })
     }
 }
 
-stream!(Signals);
+stream!(Signals, Signal: Signal);
 
 /// Changes of watched keys as they come.
 pub struct Watch {
@@ -313,22 +272,12 @@ pub struct Watch {
 impl Watch {
     pub(crate) async fn new(client: &Client, pattern: &str) -> Result<Self, Error> {
         check_pattern(pattern)?;
-        let subscription = Subscription::Changes { pattern: pattern.to_owned() };
-        Ok(Self { stream: Stream::open(all(client), subscription).await? })
-    }
-
-    /// The next one; waits for it.
-    pub async fn next(&mut self) -> Option<Change> {
-        loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Watch { event, key }) = Push::parse(&line) {
-                return Some(Change { event: event.to_owned(), key: key.to_vec() });
-            }
-        }
+        let request = Request::Watch { pattern: pattern.as_bytes() };
+        Ok(Self { stream: Stream::open(all(client), &request).await? })
     }
 }
 
-stream!(Watch);
+stream!(Watch, Change: Change);
 
 /// What happens to the leaders of an election, as it comes. `Elected` may be repeated.
 pub struct Leaders {
@@ -338,27 +287,11 @@ pub struct Leaders {
 impl Leaders {
     pub(crate) async fn new(client: &Client, key: &[u8]) -> Result<Self, Error> {
         let route = client.server(key).route.clone();
-        let subscription = Subscription::Leaders { key: key.to_vec() };
-        Ok(Self { stream: Stream::open(vec![route], subscription).await? })
-    }
-
-    /// The next event; waits for it.
-    pub async fn next(&mut self) -> Option<LeaderEvent> {
-        loop {
-            let line = self.stream.next().await?;
-            if let Some(Push::Leader { event, .. }) = Push::parse(&line) {
-                match event {
-                    "elected" => return Some(LeaderEvent::Elected),
-                    "resigned" => return Some(LeaderEvent::Resigned),
-                    "failover" => return Some(LeaderEvent::Failover),
-                    _ => {}
-                }
-            }
-        }
+        Ok(Self { stream: Stream::open(vec![route], &Request::Observe { key }).await? })
     }
 }
 
-stream!(Leaders);
+stream!(Leaders, Leader: LeaderEvent);
 
 fn all(client: &Client) -> Vec<Route> {
     client.servers().iter().map(|server| server.route.clone()).collect()

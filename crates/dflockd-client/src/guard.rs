@@ -3,14 +3,15 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Request, Response, Space, TokenText, Unit};
+use dflockd_wire::{Request, Space, TokenText};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use crate::clock::Instant;
 use crate::error::{Error, Lost};
 use crate::link::LinkHandle;
-use crate::stream::Lines;
+use crate::reply::Reply;
+use crate::stream::Connection;
 
 /// Pause after a renewal that failed for want of a connection.
 const RENEW_RETRY: Duration = Duration::from_millis(50);
@@ -24,30 +25,31 @@ pub(crate) enum Channel {
     /// Over the connection shared by all.
     Shared(Arc<LinkHandle>),
     /// Over a connection of its own, on servers that know nothing better.
-    Own(Own),
+    Own(Box<Own>),
 }
 
 /// A connection that belongs to one hold or one place in a queue.
 pub(crate) struct Own {
-    pub(crate) lines: tokio::sync::Mutex<Option<Lines>>,
+    pub(crate) connection: tokio::sync::Mutex<Option<Connection>>,
     /// Somebody wants to use the connection while it is watched for its end.
     wanted: Notify,
 }
 
 impl Own {
-    pub(crate) fn new(lines: Lines) -> Self {
-        Self { lines: tokio::sync::Mutex::new(Some(lines)), wanted: Notify::new() }
+    pub(crate) fn new(connection: Connection) -> Box<Self> {
+        let connection = tokio::sync::Mutex::new(Some(connection));
+        Box::new(Self { connection, wanted: Notify::new() })
     }
 
     /// Completes when the server ends the connection: with it goes the lock.
     async fn broken(&self) {
         loop {
-            let mut lines = self.lines.lock().await;
-            let Some(open) = lines.as_mut() else { return };
+            let mut connection = self.connection.lock().await;
+            let Some(open) = connection.as_mut() else { return };
             tokio::select! {
                 // Nothing is asked, so whatever comes is the end or its announcement.
-                _ = open.reader.next() => {
-                    *lines = None;
+                _ = open.next() => {
+                    *connection = None;
                     return;
                 }
                 // The mutex is fair: whoever wants it is next.
@@ -141,49 +143,35 @@ impl Hold {
             token: &self.token.0,
             lease: Some(self.lease),
         };
-        let line = self.ask(&request).await?;
-        match Response::parse(Op::Rn, &line, self.unit()) {
-            Some(Response::Renewed { .. }) => {
-                let mut valid_until = self.valid_until.lock();
-                *valid_until = (*valid_until).max(sent_at + validity(self.lease));
-                Ok(())
-            }
-            _ => Err(refusal("renew", &line)),
-        }
+        self.ask(&request).await?.renewed("renew")?;
+        let mut valid_until = self.valid_until.lock();
+        *valid_until = (*valid_until).max(sent_at + validity(self.lease));
+        Ok(())
     }
 
-    async fn ask(&self, request: &Request<'_>) -> Result<Vec<u8>, Error> {
+    async fn ask(&self, request: &Request<'_>) -> Result<Reply, Error> {
         match &self.channel {
-            Channel::Shared(link) => {
-                Ok(link.call(request, None)?.wait(self.timeout).await?.claim())
-            }
+            Channel::Shared(link) => Ok(link.call(request)?.wait(self.timeout).await?.claim()),
             Channel::Own(own) => {
                 own.wanted.notify_one();
-                let mut lines = own.lines.lock().await;
-                let Some(open) = lines.as_mut() else {
+                let mut connection = own.connection.lock().await;
+                let Some(open) = connection.as_mut() else {
                     return Err(Error::Unknown { reason: "the connection broke".to_owned() });
                 };
-                match open.ask(request, self.timeout).await {
-                    Ok(line) => Ok(line),
-                    Err(error) => {
-                        // Its answer could be taken for that of the next request.
-                        *lines = None;
-                        Err(Error::Unknown { reason: error.to_string() })
-                    }
-                }
+                open.ask(None, request, self.timeout).await.map_err(|error| {
+                    // Its answer could be taken for that of the next request.
+                    *connection = None;
+                    Error::Unknown { reason: error.to_string() }
+                })
             }
         }
     }
 
     async fn release(&self) -> Result<(), Error> {
-        let request = self.release_request();
-        let line = self.ask(&request).await?;
+        let reply = self.ask(&self.release_request()).await?;
         self.lose(Lost::Released);
         self.forget();
-        match Response::parse(request.op(), &line, self.unit()) {
-            Some(Response::Ok) => Ok(()),
-            _ => Err(refusal("release", &line)),
-        }
+        reply.done("release")
     }
 
     fn release_request(&self) -> Request<'_> {
@@ -198,13 +186,6 @@ impl Hold {
     fn forget(&self) {
         if let Channel::Shared(link) = &self.channel {
             link.forget_hold(self.fence());
-        }
-    }
-
-    fn unit(&self) -> Unit {
-        match self.channel {
-            Channel::Shared(_) => Unit::Millis,
-            Channel::Own(_) => Unit::Seconds,
         }
     }
 }
@@ -437,26 +418,4 @@ fn release_in_background(hold: &Arc<Hold>) {
 /// The part of a lease that a client may rely on: clocks may differ a little.
 fn validity(lease: Duration) -> Duration {
     lease - lease / 100
-}
-
-pub(crate) fn unexpected(command: &str, line: &[u8]) -> Error {
-    // Only the status word: the rest may hold a token or a value.
-    let status = line.split(|&byte| byte == b' ').next().unwrap_or_default();
-    Error::Protocol {
-        command: command.to_owned(),
-        answer: String::from_utf8_lossy(status).into_owned(),
-    }
-}
-
-/// The refusal in an answer, or that it can not be understood.
-pub(crate) fn refusal(command: &str, line: &[u8]) -> Error {
-    let text = std::str::from_utf8(line).unwrap_or_default();
-    let word = text.split(' ').next().unwrap_or_default();
-    match ErrorCode::parse(word) {
-        Some(ErrorCode::Unknown) => {
-            Error::Unknown { reason: "the server does not know".to_owned() }
-        }
-        Some(code) => Error::Refused(code),
-        None => unexpected(command, line),
-    }
 }

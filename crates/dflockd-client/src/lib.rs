@@ -37,8 +37,10 @@ pub mod fencing;
 #[cfg(feature = "grpc")]
 mod grpc;
 mod guard;
+mod lines;
 mod link;
 mod locks;
+mod reply;
 mod stream;
 #[cfg(feature = "testing")]
 pub mod testing;

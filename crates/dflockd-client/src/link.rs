@@ -12,9 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{
-    End, ErrorCode, Op, Push, Request, Response, Space, TokenText, Unit, print_number, split_number,
-};
+use dflockd_wire::{End, ErrorCode, Mode, Request, Space, Unit};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
@@ -22,7 +20,8 @@ use crate::clock::Instant;
 use crate::cluster::Route;
 use crate::error::{Error, Lost};
 use crate::guard::Hold;
-use crate::stream::Lines;
+use crate::reply::{Incoming, Reply};
+use crate::stream::{Connection, Message, Transport};
 
 /// A member that answers later than this does so because it gave up: its own limit is 5 s.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(4);
@@ -81,6 +80,7 @@ pub(crate) struct Link {
 
 #[derive(Default)]
 struct State {
+    transport: Transport,
     unsent: Vec<u64>,
     pending: BTreeMap<u64, Pending>,
     last: u64,
@@ -117,13 +117,16 @@ struct Contact {
     ghosts: u32,
 }
 
+/// Who waits for an answer.
+type Waiter = oneshot::Sender<Result<Answer, Error>>;
+
 struct Pending {
-    bytes: Vec<u8>,
+    message: Message,
     kind: Kind,
     /// When it went out last; none if it never did, or was certainly not executed.
     sent_at: Option<Instant>,
     /// None if nobody waits for it.
-    answer: Option<oneshot::Sender<Result<Answer, Error>>>,
+    answer: Option<Waiter>,
     give_back: Option<GiveBack>,
 }
 
@@ -142,51 +145,6 @@ enum Kind {
     Write,
 }
 
-impl Kind {
-    fn of(request: &Request<'_>) -> Self {
-        match request {
-            Request::Auth { .. }
-            | Request::Ping
-            | Request::Stats
-            | Request::StableRef { .. }
-            | Request::Hello { .. }
-            | Request::Cancel { .. }
-            | Request::Ack { .. } => Self::Local,
-            Request::CounterGet { .. }
-            | Request::KvGet { .. }
-            | Request::Length { .. }
-            | Request::Range { .. }
-            | Request::Inspect { .. }
-            | Request::Ls { .. } => Self::Read,
-            Request::Barrier
-            | Request::Acquire { .. }
-            | Request::Release { .. }
-            | Request::Renew { .. }
-            | Request::Enqueue { .. }
-            | Request::Wait { .. }
-            | Request::Observe { .. }
-            | Request::Unobserve { .. }
-            | Request::Add { .. }
-            | Request::CounterSet { .. }
-            | Request::KvSet { .. }
-            | Request::KvDelete { .. }
-            | Request::KvCompareAndSet { .. }
-            | Request::Push { .. }
-            | Request::Pop { .. }
-            | Request::BlockingPop { .. }
-            | Request::BarrierWait { .. }
-            | Request::Listen { .. }
-            | Request::Unlisten { .. }
-            | Request::Signal { .. }
-            | Request::Watch { .. }
-            | Request::Unwatch { .. }
-            | Request::ForceRelease { .. }
-            | Request::EndSession { .. }
-            | Request::Cluster { .. } => Self::Write,
-        }
-    }
-}
-
 /// Why a request is to be repeated at another member.
 #[derive(Debug, PartialEq, Eq)]
 enum Elsewhere<'a> {
@@ -200,30 +158,28 @@ enum Elsewhere<'a> {
 
 impl Pending {
     /// Whether this answer of a member settles nothing.
-    fn elsewhere<'a>(&self, line: &'a [u8], kept: bool) -> Option<Elsewhere<'a>> {
-        if !line.starts_with(b"error") {
-            return None;
+    fn elsewhere<'a>(&self, reply: &'a Reply, kept: bool) -> Option<Elsewhere<'a>> {
+        if let Reply::NotLeader(leader) = reply {
+            return Some(Elsewhere::NotLeader(leader.as_deref()));
+        }
+        let Reply::Refused(code) = *reply else { return None };
+        if code == ErrorCode::Draining {
+            return Some(Elsewhere::Draining);
         }
         let late = self.sent_at.is_some_and(|sent_at| sent_at.elapsed() > GIVEN_UP_AFTER);
-        match Response::parse(Op::Ping, line, Unit::Millis) {
-            Some(Response::NotLeader(leader)) => Some(Elsewhere::NotLeader(leader)),
-            Some(Response::Error(ErrorCode::Draining)) => Some(Elsewhere::Draining),
+        let given_up = match (code, self.kind) {
             // At once means that the result is forgotten: no other member knows better.
-            Some(Response::Error(ErrorCode::Unknown)) if kept && late => Some(Elsewhere::GivenUp),
-            Some(Response::Error(ErrorCode::Error | ErrorCode::Unavailable)) if late => {
-                match self.kind {
-                    Kind::Read | Kind::Probe => Some(Elsewhere::GivenUp),
-                    Kind::Local | Kind::Members | Kind::Write => None,
-                }
-            }
-            _ => None,
-        }
+            (ErrorCode::Unknown, _) => kept && late,
+            (ErrorCode::Error | ErrorCode::Unavailable, Kind::Read | Kind::Probe) => late,
+            _ => false,
+        };
+        given_up.then_some(Elsewhere::GivenUp)
     }
 }
 
-/// How to undo a request that blocks when nobody waits for it any more.
+/// How to undo a request when nobody waits for it any more.
 #[derive(Clone)]
-pub(crate) enum GiveBack {
+enum GiveBack {
     /// Withdraw it.
     Nothing,
     /// Withdraw it, and release the lock if it was granted.
@@ -232,49 +188,89 @@ pub(crate) enum GiveBack {
     Item { key: Vec<u8>, end: End },
 }
 
+/// What kind of request it is, and how to undo it if there is anything to undo.
+fn nature_of(request: &Request<'_>) -> (Kind, Option<GiveBack>) {
+    let give_back = match *request {
+        Request::Acquire { mode, key, .. } | Request::Enqueue { mode, key, .. } => {
+            GiveBack::Lock { key: key.to_vec(), space: space_of(mode) }
+        }
+        Request::Wait { space, key, .. } => GiveBack::Lock { key: key.to_vec(), space },
+        Request::BlockingPop { key, end, .. } | Request::Pop { key, end } => {
+            GiveBack::Item { key: key.to_vec(), end }
+        }
+        Request::BarrierWait { .. } => GiveBack::Nothing,
+        Request::Auth { .. }
+        | Request::Ping
+        | Request::Stats
+        | Request::StableRef { .. }
+        | Request::Hello { .. }
+        | Request::Cancel { .. }
+        | Request::Ack { .. } => return (Kind::Local, None),
+        Request::CounterGet { .. }
+        | Request::KvGet { .. }
+        | Request::Length { .. }
+        | Request::Range { .. }
+        | Request::Inspect { .. }
+        | Request::Ls { .. } => return (Kind::Read, None),
+        Request::Barrier
+        | Request::Release { .. }
+        | Request::Renew { .. }
+        | Request::Observe { .. }
+        | Request::Unobserve { .. }
+        | Request::Add { .. }
+        | Request::CounterSet { .. }
+        | Request::KvSet { .. }
+        | Request::KvDelete { .. }
+        | Request::KvCompareAndSet { .. }
+        | Request::Push { .. }
+        | Request::Listen { .. }
+        | Request::Unlisten { .. }
+        | Request::Signal { .. }
+        | Request::Watch { .. }
+        | Request::Unwatch { .. }
+        | Request::ForceRelease { .. }
+        | Request::EndSession { .. }
+        | Request::Cluster { .. } => return (Kind::Write, None),
+    };
+    (Kind::Write, Some(give_back))
+}
+
+/// Where a lock of this mode lives.
+pub(crate) fn space_of(mode: Mode) -> Space {
+    match mode {
+        Mode::Semaphore { .. } => Space::Semaphores,
+        Mode::Mutex | Mode::Election | Mode::Read | Mode::Write => Space::Locks,
+    }
+}
+
 /// An answer on its way. If it is dropped before somebody claims it, the lock it grants is given back.
 pub(crate) struct Answer {
-    line: Vec<u8>,
+    reply: Reply,
     link: Weak<Link>,
     give_back: Option<GiveBack>,
 }
 
 impl Answer {
-    pub(crate) fn claim(mut self) -> Vec<u8> {
+    pub(crate) fn claim(mut self) -> Reply {
         self.give_back = None;
-        std::mem::take(&mut self.line)
+        std::mem::replace(&mut self.reply, Reply::Nil)
     }
 }
 
 impl Drop for Answer {
     fn drop(&mut self) {
         let Some(link) = self.link.upgrade() else { return };
-        match &self.give_back {
-            Some(GiveBack::Lock { key, space }) => {
-                if let Some(token) = granted_token(&self.line) {
-                    link.forget_hold(fence_of(token));
-                    link.tell(&Request::Release { space: *space, key, token, resign: false });
-                }
+        match (&self.give_back, &self.reply) {
+            (Some(GiveBack::Lock { key, space }), Reply::Granted { token, .. }) => {
+                link.forget_hold(token.fence());
+                let token = &token.0;
+                link.tell(&Request::Release { space: *space, key, token, resign: false });
             }
-            Some(GiveBack::Item { key, end }) => {
-                if let Some(value) = self.line.strip_prefix(b"ok ") {
-                    link.tell(&Request::Push { key, end: *end, value });
-                }
+            (Some(GiveBack::Item { key, end }), Reply::Value(value)) if !value.is_empty() => {
+                link.tell(&Request::Push { key, end: *end, value });
             }
-            Some(GiveBack::Nothing) | None => {}
+            (Some(_) | None, _) => {}
         }
-    }
-}
-
-fn fence_of(token: &[u8]) -> u64 {
-    TokenText::parse(token).map_or(0, |(fence, _)| fence)
-}
-
-fn granted_token(line: &[u8]) -> Option<&[u8]> {
-    let mut fields = line.split(|&byte| byte == b' ');
-    match fields.next() {
-        Some(b"ok" | b"acquired") => fields.next().filter(|token| token.len() == 32),
-        Some(_) | None => None,
     }
 }
 
@@ -308,14 +304,15 @@ impl Link {
         route: Route,
         address: String,
         start: Start,
-        lines: Lines,
-        words: &[String],
+        connection: Connection,
+        session: Option<String>,
     ) -> Arc<LinkHandle> {
         let Start { on_disconnect, heartbeat, last } = start;
         let is_better_elsewhere = route.cluster().is_some_and(|it| it.is_better_elsewhere());
         let leave = is_better_elsewhere.then_some("the leader is elsewhere");
         let member = Contact { address, leave, ..Contact::default() };
-        let state = State { session: session_of(words), last, member, ..State::default() };
+        let transport = route.transport();
+        let state = State { transport, session, last, member, ..State::default() };
         let link = Arc::new(Self {
             route,
             on_disconnect,
@@ -324,55 +321,13 @@ impl Link {
             wake: Notify::new(),
             closing: Notify::new(),
         });
-        tokio::spawn(serve::run(Arc::clone(&link), lines));
+        tokio::spawn(serve::run(Arc::clone(&link), connection));
         Arc::new(LinkHandle(link))
     }
 
-    /// The words to greet with.
-    pub(crate) fn words(on_disconnect: OnDisconnect) -> Vec<&'static str> {
-        match on_disconnect {
-            OnDisconnect::Keep => vec!["mux", "ms", "fence", "lost", "lease-status", "keep"],
-            OnDisconnect::Release => vec!["mux", "ms", "fence", "lost", "lease-status"],
-        }
-    }
-
-    /// Whether a server that accepted these words can be used through a link.
-    pub(crate) fn suits(on_disconnect: OnDisconnect, words: &[String]) -> bool {
-        let has = |wanted: &str| words.iter().any(|word| word == wanted);
-        let kept = on_disconnect == OnDisconnect::Release || session_of(words).is_some();
-        has("mux") && has("ms") && has("fence") && kept
-    }
-
-    /// Sends a request. `give_back` says how to release what it grants if nobody waits for it any more.
-    pub(crate) fn call(
-        self: &Arc<Self>,
-        request: &Request<'_>,
-        give_back: Option<GiveBack>,
-    ) -> Result<Call, Error> {
+    /// Sends a request. If nobody waits for it any more, what it brings is given back.
+    pub(crate) fn call(self: &Arc<Self>, request: &Request<'_>) -> Result<Call, Error> {
         let (sender, answer) = oneshot::channel();
-        let number = self.enqueue(request, Some(sender), give_back)?;
-        Ok(Call { link: Arc::clone(self), number, answer })
-    }
-
-    /// Sends a request whose answer does not matter.
-    pub(crate) fn tell(&self, request: &Request<'_>) {
-        // After the link was closed as well: it says goodbye to what it still owes.
-        self.state.lock().push(request, None, None);
-        self.wake.notify_one();
-    }
-
-    /// Sends a request whose only purpose is to undo what it brings.
-    pub(crate) fn tell_and_give_back(&self, request: &Request<'_>, give_back: GiveBack) {
-        self.state.lock().push(request, None, Some(give_back));
-        self.wake.notify_one();
-    }
-
-    fn enqueue(
-        &self,
-        request: &Request<'_>,
-        answer: Option<oneshot::Sender<Result<Answer, Error>>>,
-        give_back: Option<GiveBack>,
-    ) -> Result<u64, Error> {
         let mut state = self.state.lock();
         if state.closed {
             return Err(Error::Closed);
@@ -380,10 +335,17 @@ impl Link {
         if state.pending.len() >= OPEN_MAX {
             return Err(Error::Invalid("too many requests are open".to_owned()));
         }
-        let number = state.push(request, answer, give_back);
+        let number = state.push(request, Some(sender));
         drop(state);
         self.wake.notify_one();
-        Ok(number)
+        Ok(Call { link: Arc::clone(self), number, answer })
+    }
+
+    /// Sends a request whose answer does not matter. What it brings is given back.
+    pub(crate) fn tell(&self, request: &Request<'_>) {
+        // After the link was closed as well: it says goodbye to what it still owes.
+        self.state.lock().push(request, None);
+        self.wake.notify_one();
     }
 
     /// Lets the link tell a hold that it was lost, or has been already.
@@ -436,40 +398,36 @@ impl Link {
         }
         pending.answer = None;
         if pending.give_back.is_some() {
-            state.push(&Request::Cancel { number }, None, None);
+            state.push(&Request::Cancel { number }, None);
             drop(state);
             self.wake.notify_one();
         }
     }
 
-    /// Handles a line from the server.
-    fn handle_line(self: &Arc<Self>, line: &[u8]) {
-        if let Some((number, rest)) = split_number(line) {
-            self.handle_answer(number, rest.to_vec());
-        } else if let Some(Push::Lost { fence, reason, .. }) = Push::parse(line) {
-            let reason = match reason {
-                "forced" => Lost::Forced,
-                "session" => Lost::Session,
-                _ => Lost::Expired,
-            };
-            let hold = {
-                let mut state = self.state.lock();
-                if let Some(lost) = state.fresh.get_mut(&fence) {
-                    *lost = Some(reason);
+    /// Handles what came from the server.
+    fn handle(self: &Arc<Self>, incoming: Incoming) {
+        match incoming {
+            Incoming::Reply(Some(number), reply) => self.handle_reply(number, reply),
+            Incoming::Lost { fence, reason } => {
+                let hold = {
+                    let mut state = self.state.lock();
+                    if let Some(lost) = state.fresh.get_mut(&fence) {
+                        *lost = Some(reason);
+                    }
+                    state.holds.remove(&fence)
+                };
+                if let Some(hold) = hold.and_then(|hold| hold.upgrade()) {
+                    hold.lose(reason);
                 }
-                state.holds.remove(&fence)
-            };
-            if let Some(hold) = hold.and_then(|hold| hold.upgrade()) {
-                hold.lose(reason);
             }
-        } else if line == b"detached" {
-            self.state.lock().detached = true;
+            Incoming::Detached => self.state.lock().detached = true,
+            Incoming::Reply(None, _) | Incoming::Event(_) | Incoming::Other => {}
         }
     }
 
-    fn handle_answer(self: &Arc<Self>, number: u64, line: Vec<u8>) {
+    fn handle_reply(self: &Arc<Self>, number: u64, reply: Reply) {
         let mut state = self.state.lock();
-        if self.route.cluster().is_some() && self.is_for_another(&mut state, number, &line) {
+        if self.route.cluster().is_some() && self.is_for_another(&mut state, number, &reply) {
             return;
         }
         let Some(pending) = state.pending.remove(&number) else { return };
@@ -477,7 +435,7 @@ impl Link {
             Kind::Local => {}
             Kind::Members => {
                 drop(state);
-                return self.handle_members(&line);
+                return self.handle_members(&reply);
             }
             Kind::Probe => {
                 state.member.probed_at = None;
@@ -487,9 +445,9 @@ impl Link {
             Kind::Read | Kind::Write => state.member.touched_at = Some(Instant::now()),
         }
         if matches!(pending.give_back, Some(GiveBack::Lock { .. }))
-            && let Some(token) = granted_token(&line)
+            && let Reply::Granted { token, .. } = &reply
         {
-            state.fresh.insert(fence_of(token), None);
+            state.fresh.insert(token.fence(), None);
         }
         state.answered += 1;
         if state.answered >= ACKNOWLEDGE_EVERY && self.on_disconnect == OnDisconnect::Keep {
@@ -497,24 +455,24 @@ impl Link {
             let first_open = state.pending.keys().next().copied();
             let up_to = first_open.map_or(state.last, |first| first - 1);
             if up_to > 0 {
-                state.push(&Request::Ack { number: up_to }, None, None);
+                state.push(&Request::Ack { number: up_to }, None);
                 self.wake.notify_one();
             }
         }
         // Before the answer goes anywhere: what happens to it may need the state.
         drop(state);
         let Pending { answer, give_back, .. } = pending;
-        let told = Answer { line, link: Arc::downgrade(self), give_back };
+        let told = Answer { reply, link: Arc::downgrade(self), give_back };
         if let Some(answer) = answer {
             let _ = answer.send(Ok(told));
         }
     }
 
     /// Leaves a member that can not answer a request, which stays to be asked elsewhere. False: the answer counts.
-    fn is_for_another(&self, state: &mut State, number: u64, line: &[u8]) -> bool {
+    fn is_for_another(&self, state: &mut State, number: u64, reply: &Reply) -> bool {
         let kept = self.on_disconnect == OnDisconnect::Keep;
         let Some(pending) = state.pending.get_mut(&number) else { return false };
-        let Some(why) = pending.elsewhere(line, kept) else { return false };
+        let Some(why) = pending.elsewhere(reply, kept) else { return false };
         match why {
             Elsewhere::NotLeader(_) | Elsewhere::Draining => pending.sent_at = None,
             Elsewhere::GivenUp => {}
@@ -540,26 +498,26 @@ impl Link {
     }
 
     /// What a member tells of the cluster.
-    fn handle_members(&self, line: &[u8]) {
+    fn handle_members(&self, reply: &Reply) {
         let Some(cluster) = self.route.cluster() else { return };
         let address = self.state.lock().member.address.clone();
-        cluster.learn(&address, line, true);
+        cluster.learn(&address, reply, true);
         if cluster.is_better_elsewhere() {
             self.state.lock().member.leave.get_or_insert("the leader is elsewhere");
         }
     }
 
-    /// Takes what is to be sent now.
-    fn take_unsent(&self) -> Vec<u8> {
+    /// Gives the connection what is to be sent now; false if there is nothing.
+    fn queue_unsent(&self, connection: &mut Connection) -> bool {
         let mut state = self.state.lock();
-        let mut bytes = Vec::new();
-        for number in std::mem::take(&mut state.unsent) {
-            if let Some(pending) = state.pending.get_mut(&number) {
+        let unsent = std::mem::take(&mut state.unsent);
+        for number in &unsent {
+            if let Some(pending) = state.pending.get_mut(number) {
                 pending.sent_at = Some(Instant::now());
-                bytes.extend_from_slice(&pending.bytes);
+                connection.queue(Some(*number), &pending.message);
             }
         }
-        bytes
+        !unsent.is_empty()
     }
 
     /// A connection stands: everything that is not answered goes out, again or for the first time.
@@ -648,31 +606,20 @@ impl Link {
 }
 
 impl State {
-    fn push(
-        &mut self,
-        request: &Request<'_>,
-        answer: Option<oneshot::Sender<Result<Answer, Error>>>,
-        give_back: Option<GiveBack>,
-    ) -> u64 {
-        self.push_as(Kind::of(request), request, answer, give_back)
+    fn push(&mut self, request: &Request<'_>, answer: Option<Waiter>) -> u64 {
+        let (kind, give_back) = nature_of(request);
+        self.last += 1;
+        let message = Message::new(request, self.transport, Unit::Millis);
+        let pending = Pending { message, kind, sent_at: None, answer, give_back };
+        self.pending.insert(self.last, pending);
+        self.unsent.push(self.last);
+        self.last
     }
 
-    fn push_as(
-        &mut self,
-        kind: Kind,
-        request: &Request<'_>,
-        answer: Option<oneshot::Sender<Result<Answer, Error>>>,
-        give_back: Option<GiveBack>,
-    ) -> u64 {
-        self.last += 1;
-        let number = self.last;
-        let mut bytes = Vec::new();
-        print_number(number, &mut bytes);
-        request.print(Unit::Millis, &mut bytes);
-        let pending = Pending { bytes, kind, sent_at: None, answer, give_back };
-        self.pending.insert(number, pending);
-        self.unsent.push(number);
-        number
+    /// Asks the member something for the link itself.
+    fn push_as(&mut self, kind: Kind, request: &Request<'_>) {
+        let number = self.push(request, None);
+        self.pending.entry(number).and_modify(|pending| pending.kind = kind);
     }
 
     /// Whether nobody else need have taken the session: an attempt of our own came late, or the others have given
@@ -686,12 +633,4 @@ impl State {
         for_long(self.member.probed_at, serve::PROBE_SLOW)
             || for_long(self.member.touched_at, serve::OUT_OF_TOUCH)
     }
-}
-
-fn session_of(words: &[String]) -> Option<String> {
-    let secret = |word: &String| {
-        let secret = word.strip_prefix("keep=").or_else(|| word.strip_prefix("attach="));
-        secret.map(str::to_owned)
-    };
-    words.iter().find_map(secret)
 }

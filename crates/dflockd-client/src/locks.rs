@@ -3,15 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Mode, Op, Request, Response, SECONDS_MAX, Space, TokenText};
+use dflockd_wire::{ErrorCode, Mode, Request, SECONDS_MAX, Space, TokenText};
 
 use crate::client::{Client, Server, Way, check_key};
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::events::Leaders;
-use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed, refusal};
-use crate::link::GiveBack;
-use crate::stream::Lines;
+use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed};
+use crate::link::space_of;
+use crate::reply::Reply;
+use crate::stream::Connection;
 
 /// The longest wait there is; as good as for ever.
 const FOR_EVER: Duration = Duration::from_secs(SECONDS_MAX);
@@ -35,9 +36,23 @@ impl Ask {
     }
 
     fn space(&self) -> Space {
-        match self.mode {
-            Mode::Semaphore { .. } => Space::Semaphores,
-            Mode::Mutex | Mode::Election | Mode::Read | Mode::Write => Space::Locks,
+        space_of(self.mode)
+    }
+
+    /// Sends a request, over a connection of its own if there is none for all.
+    async fn send(&self, request: &Request<'_>) -> Result<(Reply, Channel), Error> {
+        let wait = request.wait().unwrap_or_default();
+        let timeout = self.client.inner.request_timeout.saturating_add(wait);
+        match &self.server().way {
+            Way::Shared(link) => {
+                let reply = link.call(request)?.wait(timeout).await?.claim();
+                Ok((reply, Channel::Shared(Arc::clone(link))))
+            }
+            Way::Plain(_) => {
+                let mut connection = self.server().route.connect().await?;
+                let reply = ask_own(&mut connection, request, timeout).await?;
+                Ok((reply, Channel::Own(Own::new(connection))))
+            }
         }
     }
 
@@ -55,41 +70,23 @@ impl Ask {
         let wait = wait.min(FOR_EVER);
         let request =
             Request::Acquire { mode: self.mode, key: &self.key, wait, lease: Some(self.lease) };
-        let timeout = self.client.inner.request_timeout;
         let sent_at = Instant::now();
-        match &self.server().way {
-            Way::Shared(link) => {
-                let call = link.call(&request, Some(self.give_back()))?;
-                let answer = call.wait(timeout.saturating_add(wait)).await?;
-                let line = answer.claim();
-                let channel = Channel::Shared(Arc::clone(link));
-                self.finish(request.op(), &line, sent_at, channel).await
-            }
-            Way::Plain(_) => {
-                let mut lines = self.server().route.connect().await?;
-                let line = ask_own(&mut lines, &request, timeout.saturating_add(wait)).await?;
-                let channel = Channel::Own(Own::new(lines));
-                self.finish(request.op(), &line, sent_at, channel).await
-            }
-        }
+        let (reply, channel) = self.send(&request).await?;
+        self.finish(request.op().name(), &reply, sent_at, channel).await
     }
 
     /// Makes a guard of a grant.
     async fn finish(
         &self,
-        op: Op,
-        line: &[u8],
+        command: &str,
+        reply: &Reply,
         sent_at: Instant,
         channel: Channel,
     ) -> Result<Option<Guard>, Error> {
-        let unit = self.server().unit();
-        let (token, lease) = match Response::parse(op, line, unit) {
-            Some(
-                Response::Granted { token, lease, .. } | Response::Acquired { token, lease, .. },
-            ) => (token, lease),
-            Some(Response::Timeout) => return Ok(None),
-            _ => return Err(refusal(op.name(), line)),
-        };
+        if matches!(reply, Reply::Timeout) {
+            return Ok(None);
+        }
+        let Reply::Granted { token, lease } = *reply else { return Err(reply.refusal(command)) };
         self.guard(token, lease, sent_at, channel).await.map(Some)
     }
 
@@ -117,10 +114,6 @@ impl Ask {
         Ok(hold.claim())
     }
 
-    fn give_back(&self) -> GiveBack {
-        GiveBack::Lock { key: self.key.clone(), space: self.space() }
-    }
-
     fn ticket(&self) -> Result<Ticket, Error> {
         self.check()?;
         match &self.server().way {
@@ -135,38 +128,26 @@ impl Ask {
     async fn enqueue(&self) -> Result<Ticket, Error> {
         self.check()?;
         let request = Request::Enqueue { mode: self.mode, key: &self.key, lease: Some(self.lease) };
-        let timeout = self.client.inner.request_timeout;
         let sent_at = Instant::now();
-        let (line, channel) = match &self.server().way {
-            Way::Shared(link) => {
-                let call = link.call(&request, Some(self.give_back()))?;
-                (call.wait(timeout).await?.claim(), Channel::Shared(Arc::clone(link)))
-            }
-            Way::Plain(_) => {
-                let mut lines = self.server().route.connect().await?;
-                let line = ask_own(&mut lines, &request, timeout).await?;
-                (line, Channel::Own(Own::new(lines)))
-            }
+        let (reply, channel) = self.send(&request).await?;
+        let state = if matches!(reply, Reply::Queued) {
+            Place::Queued(channel)
+        } else if let Reply::Granted { token, lease } = reply {
+            Place::Granted(self.guard(token, lease, sent_at, channel).await?)
+        } else {
+            return Err(reply.refusal(request.op().name()));
         };
-        let ticket = |state| Ticket { ask: self.clone(), state: Some(state) };
-        match Response::parse(request.op(), &line, self.server().unit()) {
-            Some(Response::Queued) => Ok(ticket(Place::Queued(channel))),
-            Some(Response::Acquired { token, lease, .. }) => {
-                let guard = self.guard(token, lease, sent_at, channel).await?;
-                Ok(ticket(Place::Granted(guard)))
-            }
-            _ => Err(refusal(request.op().name(), &line)),
-        }
+        Ok(Ticket { ask: self.clone(), state: Some(state) })
     }
 }
 
 async fn ask_own(
-    lines: &mut Lines,
+    connection: &mut Connection,
     request: &Request<'_>,
     timeout: Duration,
-) -> Result<Vec<u8>, Error> {
-    let answer = lines.ask(request, timeout).await;
-    answer.map_err(|error| Error::Unknown { reason: error.to_string() })
+) -> Result<Reply, Error> {
+    let reply = connection.ask(None, request, timeout).await;
+    reply.map_err(|error| Error::Unknown { reason: error.to_string() })
 }
 
 /// A place in a queue, taken without waiting. Dropping it gives the place, or the lock, back.
@@ -209,30 +190,28 @@ impl Ticket {
         let timeout = ask.client.inner.request_timeout.saturating_add(wait);
         let sent_at = Instant::now();
         let request = Request::Wait { space: ask.space(), key: &ask.key, wait };
-        let op = request.op();
-        let line = match self.state.as_mut().expect("taken only at the end") {
+        let reply = match self.state.as_mut().expect("taken only at the end") {
             Place::Granted(_) => {
                 let Some(Place::Granted(guard)) = self.state.take() else { return Ok(None) };
                 return Ok(Some(guard));
             }
             Place::Queued(Channel::Shared(link)) => {
-                let call = link.call(&request, Some(ask.give_back()))?;
-                call.wait(timeout).await?.claim()
+                link.call(&request)?.wait(timeout).await?.claim()
             }
             Place::Queued(Channel::Own(own)) => {
-                let lines = own.lines.get_mut();
-                let open = lines.as_mut().ok_or(Error::Closed)?;
+                let connection = own.connection.get_mut();
+                let open = connection.as_mut().ok_or(Error::Closed)?;
                 match ask_own(open, &request, timeout).await {
-                    Ok(line) => line,
+                    Ok(reply) => reply,
                     Err(error) => {
-                        *lines = None;
+                        *connection = None;
                         return Err(error);
                     }
                 }
             }
         };
         let Some(Place::Queued(channel)) = self.state.take() else { return Ok(None) };
-        ask.finish(op, &line, sent_at, channel).await
+        ask.finish(request.op().name(), &reply, sent_at, channel).await
     }
 }
 
@@ -243,7 +222,7 @@ impl Drop for Ticket {
             // A wait that gives up at once leaves the queue; if the lock was granted meanwhile it is given back.
             let request =
                 Request::Wait { space: self.ask.space(), key: &self.ask.key, wait: Duration::ZERO };
-            link.tell_and_give_back(&request, self.ask.give_back());
+            link.tell(&request);
         }
     }
 }

@@ -1,22 +1,22 @@
-//! Lines over a socket, TLS or not, and the greeting.
+//! Where servers are and how they are reached: sockets, TLS or not, and what is common to the transports.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Request, Response, Unit};
+use dflockd_wire::{ErrorCode, Request, Unit};
 use rustls::pki_types::ServerName;
-use tokio::io::{
-    AsyncBufReadExt, AsyncRead, AsyncWrite, AsyncWriteExt, BufReader, ReadHalf, WriteHalf,
-};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
 use crate::error::Error;
-
-/// Longest line a server may send; `stats` can be large.
-const LINE_BYTES_MAX: usize = 256 * 1024 * 1024;
+#[cfg(feature = "grpc")]
+use crate::grpc;
+use crate::lines::{self, Lines};
+use crate::link::OnDisconnect;
+use crate::reply::{Incoming, Reply};
 
 /// Bytes both ways.
 pub(crate) trait Bytes: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -55,19 +55,11 @@ impl Dialer {
         let (target, dialer) = (name.clone(), self.clone());
         let dial = move || -> BoxFuture<io::Result<BoxBytes>> {
             let (target, dialer) = (target.clone(), dialer.clone());
-            Box::pin(async move {
-                match dialer.transport {
-                    Transport::Lines => dialer.open(&target).await,
-                    #[cfg(feature = "grpc")]
-                    Transport::Grpc => {
-                        crate::grpc::converse(dialer.open(&target).await?, &target).await
-                    }
-                }
-            })
+            Box::pin(async move { dialer.open(&target).await })
         };
         let (auth, client_name) = (self.auth.clone(), Arc::clone(&self.client_name));
         let address = Address::custom(name, dial, auth, client_name, self.connect_timeout);
-        Address { may_be_old: self.transport == Transport::Lines, ..address }
+        Address { transport: self.transport, ..address }
     }
 
     /// A socket, with TLS if that is wanted.
@@ -110,19 +102,15 @@ fn set_user_timeout(stream: &TcpStream, limit: Duration) {
 fn set_user_timeout(_stream: &TcpStream, _limit: Duration) {}
 
 /// Where a server is and how to talk to it.
-///
-/// This is where transports differ: `dial` may give any pair of byte streams. What speaks no lines, such as gRPC, is
-/// dialed by giving one end of a pipe away and translating at the other.
 #[derive(Clone)]
 pub(crate) struct Address {
-    /// As the user wrote it, for messages.
+    /// As the user wrote it.
     pub(crate) name: String,
     dial: Arc<dyn Fn() -> BoxFuture<io::Result<BoxBytes>> + Send + Sync>,
     pub(crate) auth: Option<Arc<str>>,
     pub(crate) client_name: Arc<str>,
     pub(crate) connect_timeout: Duration,
-    /// Servers of older generations may be there.
-    pub(crate) may_be_old: bool,
+    pub(crate) transport: Transport,
 }
 
 impl Address {
@@ -135,28 +123,43 @@ impl Address {
         connect_timeout: Duration,
     ) -> Self {
         let dial = Arc::new(dial);
-        Self { name, dial, auth, client_name, connect_timeout, may_be_old: true }
+        Self { name, dial, auth, client_name, connect_timeout, transport: Transport::Lines }
+    }
+
+    /// Whether a server of an older generation may be there.
+    pub(crate) fn may_be_old(&self) -> bool {
+        self.transport == Transport::Lines
     }
 
     /// Connects and authenticates.
-    pub(crate) async fn connect(&self) -> Result<Lines, Error> {
-        let dial = tokio::time::timeout(self.connect_timeout, (self.dial)());
-        let stream = match dial.await {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return Err(self.unreachable(error)),
+    pub(crate) async fn connect(&self) -> Result<Connection, Error> {
+        let connected = async {
+            let stream = (self.dial)().await?;
+            Ok::<_, io::Error>(match self.transport {
+                Transport::Lines => Connection::Lines(Box::new(Lines::new(stream))),
+                #[cfg(feature = "grpc")]
+                Transport::Grpc => {
+                    let token = self.auth.as_deref();
+                    let conversation = grpc::Conversation::new(stream, &self.name, token).await?;
+                    Connection::Grpc(Box::new(conversation))
+                }
+            })
+        };
+        let mut connection = match tokio::time::timeout(self.connect_timeout, connected).await {
+            Ok(connected) => connected.map_err(|error| self.unreachable(error))?,
             Err(_) => return Err(self.unreachable("connecting took too long")),
         };
-        let mut lines = Lines::new(stream);
-        if let Some(token) = &self.auth {
+        // Over gRPC each call carries the token.
+        if let (Connection::Lines(_), Some(token)) = (&connection, &self.auth) {
             let request = Request::Auth { token: token.as_bytes() };
-            let answer = lines.ask(&request, self.connect_timeout).await;
-            match answer.map_err(|error| self.unreachable(error))?.as_slice() {
-                b"ok" => {}
-                b"error_draining" => return Err(Error::Refused(ErrorCode::Draining)),
-                _ => return Err(Error::Auth),
+            let reply = connection.ask(None, &request, self.connect_timeout).await;
+            let reply = reply.map_err(|error| self.unreachable(error))?;
+            if matches!(reply, Reply::Refused(ErrorCode::Draining)) {
+                return Err(Error::Refused(ErrorCode::Draining));
             }
+            reply.done("auth").map_err(|_| Error::Auth)?;
         }
-        Ok(lines)
+        Ok(connection)
     }
 
     /// What a failed greeting means.
@@ -172,99 +175,154 @@ impl Address {
     }
 }
 
-/// A connection as lines.
-pub(crate) struct Lines {
-    pub(crate) reader: LineReader,
-    pub(crate) writer: WriteHalf<BoxBytes>,
+/// A connection by either transport: requests go in, what the server says comes out.
+pub(crate) enum Connection {
+    Lines(Box<Lines>),
+    #[cfg(feature = "grpc")]
+    Grpc(Box<grpc::Conversation>),
 }
 
-pub(crate) struct LineReader {
-    reader: BufReader<ReadHalf<BoxBytes>>,
-    line: Vec<u8>,
+/// A request as a transport sends it; kept until it is answered, because it may have to go out again.
+pub(crate) enum Message {
+    Lines(lines::Message),
+    #[cfg(feature = "grpc")]
+    Grpc(Box<grpc::Message>),
 }
 
-impl LineReader {
-    /// The next line without its end. Cancel-safe: a partial line is kept.
-    pub(crate) async fn next(&mut self) -> io::Result<Vec<u8>> {
-        loop {
-            let chunk = self.reader.fill_buf().await?;
-            if chunk.is_empty() {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            let end = chunk.iter().position(|&byte| byte == b'\n');
-            let used = end.map_or(chunk.len(), |end| end + 1);
-            self.line.extend_from_slice(&chunk[..used]);
-            self.reader.consume(used);
-            if self.line.len() > LINE_BYTES_MAX {
-                return Err(io::Error::other("the server sent an endless line"));
-            }
-            if end.is_some() {
-                let mut line = std::mem::take(&mut self.line);
-                line.pop();
-                while line.last() == Some(&b'\r') {
-                    line.pop();
-                }
-                return Ok(line);
-            }
+impl Message {
+    pub(crate) fn new(request: &Request<'_>, transport: Transport, unit: Unit) -> Self {
+        match transport {
+            Transport::Lines => Self::Lines(lines::Message::new(request, unit)),
+            #[cfg(feature = "grpc")]
+            Transport::Grpc => Self::Grpc(Box::new(grpc::Message::new(request))),
         }
     }
 }
 
-impl Lines {
-    fn new(stream: BoxBytes) -> Self {
-        let (reader, writer) = tokio::io::split(stream);
-        Self { reader: LineReader { reader: BufReader::new(reader), line: Vec::new() }, writer }
+impl Connection {
+    /// Takes a request to be sent, at the latest by `flush`.
+    pub(crate) fn queue(&mut self, number: Option<u64>, message: &Message) {
+        match (self, message) {
+            (Self::Lines(lines), Message::Lines(message)) => lines.queue(number, message),
+            #[cfg(feature = "grpc")]
+            (Self::Grpc(conversation), Message::Grpc(message)) => {
+                conversation.queue(number, message);
+            }
+            #[cfg(feature = "grpc")]
+            (Self::Lines(_), Message::Grpc(_)) | (Self::Grpc(_), Message::Lines(_)) => {
+                unreachable!("a route has one transport")
+            }
+        }
     }
 
-    /// Sends a request without a number, in seconds, and waits for its answer.
+    /// Sends within `limit`; what comes meanwhile goes to `hear`.
+    pub(crate) async fn flush(
+        &mut self,
+        limit: Duration,
+        hear: impl FnMut(Incoming),
+    ) -> io::Result<()> {
+        match self {
+            Self::Lines(lines) => lines.flush(limit, hear).await,
+            #[cfg(feature = "grpc")]
+            Self::Grpc(_) => Ok(()),
+        }
+    }
+
+    /// What comes next. Cancel-safe.
+    pub(crate) async fn next(&mut self) -> io::Result<Incoming> {
+        match self {
+            Self::Lines(lines) => lines.next().await,
+            #[cfg(feature = "grpc")]
+            Self::Grpc(conversation) => conversation.next().await,
+        }
+    }
+
+    /// Sends a request and waits for its answer; what else comes meanwhile is dropped.
     pub(crate) async fn ask(
         &mut self,
+        number: Option<u64>,
         request: &Request<'_>,
         timeout: Duration,
-    ) -> io::Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        request.print(Unit::Seconds, &mut bytes);
-        self.send(&bytes).await?;
-        match tokio::time::timeout(timeout, self.reader.next()).await {
-            Ok(line) => line,
-            Err(_) => Err(io::ErrorKind::TimedOut.into()),
-        }
+    ) -> io::Result<Reply> {
+        let message = match self {
+            Self::Lines(lines) => Message::new(request, Transport::Lines, lines.unit()),
+            #[cfg(feature = "grpc")]
+            Self::Grpc(_) => Message::new(request, Transport::Grpc, Unit::Millis),
+        };
+        self.ask_hearing(number, &message, timeout, |_| {}).await
     }
 
-    pub(crate) async fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.writer.write_all(bytes).await?;
-        self.writer.flush().await
+    /// The same; what else comes goes to `hear`.
+    pub(crate) async fn ask_hearing(
+        &mut self,
+        number: Option<u64>,
+        message: &Message,
+        timeout: Duration,
+        mut hear: impl FnMut(Incoming),
+    ) -> io::Result<Reply> {
+        self.queue(number, message);
+        let asked = async {
+            self.flush(timeout, &mut hear).await?;
+            loop {
+                let incoming = self.next().await?;
+                if let Incoming::Reply(answered, reply) = incoming {
+                    if answered == number {
+                        return Ok(reply);
+                    }
+                } else {
+                    hear(incoming);
+                }
+            }
+        };
+        within(timeout, asked).await
     }
 
-    /// Offers feature words.
+    /// Tells who it is and asks for a session.
     pub(crate) async fn greet(
         &mut self,
         name: &str,
-        words: &[&str],
+        wanted: Session<'_>,
         timeout: Duration,
     ) -> io::Result<Greeting> {
-        let request = Request::Hello { name, words: words.to_vec() };
-        let answer = self.ask(&request, timeout).await?;
-        let accepted = match Response::parse(Op::Hello, &answer, Unit::Seconds) {
-            Some(Response::Value(words)) => String::from_utf8_lossy(words).into_owned(),
-            Some(Response::Ok) => String::new(),
-            Some(Response::Error(ErrorCode::Auth)) => {
-                return Err(io::ErrorKind::PermissionDenied.into());
-            }
-            Some(Response::Error(code)) => return Ok(Greeting::Refused(code)),
-            Some(Response::NotLeader(leader)) => {
-                return Ok(Greeting::NotLeader(leader.map(str::to_owned)));
-            }
-            _ => return Err(io::Error::other("the answer to the greeting is not understood")),
-        };
-        Ok(Greeting::Accepted(accepted.split(' ').map(str::to_owned).collect()))
+        match self {
+            Self::Lines(lines) => within(timeout, lines.greet(name, wanted)).await,
+            #[cfg(feature = "grpc")]
+            Self::Grpc(conversation) => within(timeout, conversation.greet(name, wanted)).await,
+        }
     }
+
+    /// Ends the connection in order.
+    pub(crate) async fn close(self) {
+        match self {
+            Self::Lines(lines) => lines.close().await,
+            #[cfg(feature = "grpc")]
+            Self::Grpc(conversation) => conversation.close().await,
+        }
+    }
+}
+
+async fn within<T>(limit: Duration, outcome: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let outcome = tokio::time::timeout(limit, outcome).await;
+    outcome.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy)]
+pub(crate) enum Session<'a> {
+    /// Requests without numbers, and no session.
+    None,
+    /// A session of its own.
+    New(OnDisconnect),
+    /// A session that exists.
+    Attach(&'a str),
 }
 
 /// What a server says to a greeting.
 pub(crate) enum Greeting {
-    /// These of the words.
-    Accepted(Vec<String>),
+    /// Welcome; by this another connection can attach to the session, if it is kept.
+    Accepted(Option<String>),
+    /// It can not do all that was asked for.
+    Unsuited,
     /// A refusal. `error` is what servers say that do not know the greeting, or the session that it names.
     Refused(ErrorCode),
     /// To be asked elsewhere.

@@ -2,63 +2,14 @@
 
 use std::time::Duration;
 
-use dflockd_wire::{End, ErrorCode, Op, Request, Response, SECONDS_MAX};
+use dflockd_wire::{End, ErrorCode, Request, SECONDS_MAX};
 
-use crate::client::{Client, check_key, check_value};
+use crate::client::{Client, check_value};
 use crate::error::Error;
-use crate::guard::refusal;
+use crate::reply::Reply;
 
 /// Items of a list that are asked for at a time, if all of them are too much for one answer.
 const PART_ITEMS: i64 = 8192;
-
-/// Sends a request about a key and reads the answer.
-struct Asked {
-    op: Op,
-    line: Vec<u8>,
-}
-
-async fn ask(
-    client: &Client,
-    key: &[u8],
-    request: Request<'_>,
-    wait: Duration,
-) -> Result<Asked, Error> {
-    check_key(key)?;
-    let line = client.ask(key, &request, wait).await?;
-    Ok(Asked { op: request.op(), line })
-}
-
-impl Asked {
-    fn response(&self, client: &Client, key: &[u8]) -> Option<Response<'_>> {
-        Response::parse(self.op, &self.line, client.server(key).unit())
-    }
-
-    fn refusal(&self) -> Error {
-        refusal(self.op.name(), &self.line)
-    }
-
-    fn number(&self, client: &Client, key: &[u8]) -> Result<i64, Error> {
-        match self.response(client, key) {
-            Some(Response::Number(number)) => Ok(number),
-            _ => Err(self.refusal()),
-        }
-    }
-
-    fn done(&self, client: &Client, key: &[u8]) -> Result<(), Error> {
-        match self.response(client, key) {
-            Some(Response::Ok) => Ok(()),
-            _ => Err(self.refusal()),
-        }
-    }
-
-    fn value(&self, client: &Client, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
-        match self.response(client, key) {
-            Some(Response::Value(value)) => Ok(Some(value.to_vec())),
-            Some(Response::Nil | Response::Timeout) => Ok(None),
-            _ => Err(self.refusal()),
-        }
-    }
-}
 
 /// A counter of 64 bits.
 #[derive(Clone)]
@@ -79,7 +30,7 @@ impl Counter {
     /// If it would overflow, or the server can not be asked.
     pub async fn add(&self, delta: i64) -> Result<i64, Error> {
         let request = Request::Add { key: &self.key, delta, decrement: false };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.number(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.number(request.op().name())
     }
 
     /// The value; 0 if it was never set.
@@ -89,7 +40,7 @@ impl Counter {
     /// If the server can not be asked.
     pub async fn get(&self) -> Result<i64, Error> {
         let request = Request::CounterGet { key: &self.key };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.number(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.number(request.op().name())
     }
 
     /// Sets the value.
@@ -99,7 +50,7 @@ impl Counter {
     /// If the server refuses or can not be asked.
     pub async fn set(&self, value: i64) -> Result<(), Error> {
         let request = Request::CounterSet { key: &self.key, value };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 }
 
@@ -122,7 +73,7 @@ impl Kv {
     /// If the server can not be asked.
     pub async fn get(&self) -> Result<Option<Vec<u8>>, Error> {
         let request = Request::KvGet { key: &self.key };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.value(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 
     /// Sets the value, for ever or for a time.
@@ -133,7 +84,7 @@ impl Kv {
     pub async fn set(&self, value: &[u8], ttl: Option<Duration>) -> Result<(), Error> {
         check_kv(value)?;
         let request = Request::KvSet { key: &self.key, value, ttl };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 
     /// Deletes the value.
@@ -143,7 +94,7 @@ impl Kv {
     /// If the server can not be asked.
     pub async fn delete(&self) -> Result<(), Error> {
         let request = Request::KvDelete { key: &self.key };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.done(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 
     /// Sets the value if the present one is `old` (none: if there is none). False if it is not.
@@ -160,12 +111,9 @@ impl Kv {
         check_kv(new)?;
         old.map(check_kv).transpose()?;
         let request = Request::KvCompareAndSet { key: &self.key, old, new, ttl };
-        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
-        match asked.response(&self.client, &self.key) {
-            Some(Response::Ok) => Ok(true),
-            Some(Response::CasConflict) => Ok(false),
-            _ => Err(asked.refusal()),
-        }
+        let reply = self.client.ask(&self.key, &request).await?;
+        let is_conflict = matches!(reply, Reply::CasConflict);
+        if is_conflict { Ok(false) } else { reply.done(request.op().name()).map(|()| true) }
     }
 }
 
@@ -253,10 +201,7 @@ impl List {
     #[expect(clippy::len_without_is_empty, reason = "it is a question to the server")]
     pub async fn len(&self) -> Result<u64, Error> {
         let request = Request::Length { key: &self.key };
-        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
-        asked
-            .number(&self.client, &self.key)
-            .map(|length| u64::try_from(length).unwrap_or_default())
+        self.client.ask(&self.key, &request).await?.count(request.op().name())
     }
 
     /// Items from `start` to `stop`, both included, negative ones counted from the right. Bytes that are no UTF-8
@@ -301,33 +246,24 @@ impl List {
 
     async fn range_at_once(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
         let request = Request::Range { key: &self.key, start, stop };
-        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
-        match asked.response(&self.client, &self.key) {
-            Some(Response::Value(items)) => {
-                serde_json::from_slice(items).map_err(|_| asked.refusal())
-            }
-            _ => Err(asked.refusal()),
-        }
+        self.client.ask(&self.key, &request).await?.json(request.op().name())
     }
 
     async fn push(&self, end: End, value: &[u8]) -> Result<u64, Error> {
         check_value(value)?;
         let request = Request::Push { key: &self.key, end, value };
-        let asked = ask(&self.client, &self.key, request, Duration::ZERO).await?;
-        asked
-            .number(&self.client, &self.key)
-            .map(|length| u64::try_from(length).unwrap_or_default())
+        self.client.ask(&self.key, &request).await?.count(request.op().name())
     }
 
     async fn pop(&self, end: End) -> Result<Option<Vec<u8>>, Error> {
         let request = Request::Pop { key: &self.key, end };
-        ask(&self.client, &self.key, request, Duration::ZERO).await?.value(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 
     async fn pop_wait(&self, end: End, wait: Duration) -> Result<Option<Vec<u8>>, Error> {
         let wait = wait.min(Duration::from_secs(SECONDS_MAX));
         let request = Request::BlockingPop { key: &self.key, end, wait };
-        ask(&self.client, &self.key, request, wait).await?.value(&self.client, &self.key)
+        self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 }
 
@@ -354,11 +290,8 @@ impl Barrier {
     pub async fn wait(&self, wait: Duration) -> Result<bool, Error> {
         let wait = wait.min(Duration::from_secs(SECONDS_MAX));
         let request = Request::BarrierWait { key: &self.key, count: self.count, wait };
-        let asked = ask(&self.client, &self.key, request, wait).await?;
-        match asked.response(&self.client, &self.key) {
-            Some(Response::Ok) => Ok(true),
-            Some(Response::Timeout) => Ok(false),
-            _ => Err(asked.refusal()),
-        }
+        let reply = self.client.ask(&self.key, &request).await?;
+        let is_over = matches!(reply, Reply::Timeout);
+        if is_over { Ok(false) } else { reply.done(request.op().name()).map(|()| true) }
     }
 }

@@ -18,6 +18,7 @@ mod client {
     mod exclusion;
     mod fallback;
     mod fencing;
+    mod grpc;
     mod guards;
     mod primitives;
     mod proxy;

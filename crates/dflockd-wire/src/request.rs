@@ -285,6 +285,51 @@ impl<'a> Request<'a> {
         }
     }
 
+    /// How long the server may let this request wait; none if it answers at once.
+    #[must_use]
+    pub const fn wait(&self) -> Option<Duration> {
+        match *self {
+            Self::Acquire { wait, .. }
+            | Self::Wait { wait, .. }
+            | Self::BlockingPop { wait, .. }
+            | Self::BarrierWait { wait, .. } => Some(wait),
+            Self::Auth { .. }
+            | Self::Ping
+            | Self::Stats
+            | Self::Barrier
+            | Self::StableRef { .. }
+            | Self::Hello { .. }
+            | Self::Release { .. }
+            | Self::Renew { .. }
+            | Self::Enqueue { .. }
+            | Self::Observe { .. }
+            | Self::Unobserve { .. }
+            | Self::Add { .. }
+            | Self::CounterGet { .. }
+            | Self::CounterSet { .. }
+            | Self::KvSet { .. }
+            | Self::KvGet { .. }
+            | Self::KvDelete { .. }
+            | Self::KvCompareAndSet { .. }
+            | Self::Push { .. }
+            | Self::Pop { .. }
+            | Self::Length { .. }
+            | Self::Range { .. }
+            | Self::Listen { .. }
+            | Self::Unlisten { .. }
+            | Self::Signal { .. }
+            | Self::Watch { .. }
+            | Self::Unwatch { .. }
+            | Self::Cancel { .. }
+            | Self::Ack { .. }
+            | Self::Inspect { .. }
+            | Self::Ls { .. }
+            | Self::ForceRelease { .. }
+            | Self::EndSession { .. }
+            | Self::Cluster { .. } => None,
+        }
+    }
+
     /// Appends the three lines of this request; on a numbered connection [`print_number`] goes first.
     ///
     /// Lengths of time are rounded up to whole units and cut to the largest a server accepts. Bytes

@@ -1,4 +1,4 @@
-//! The call that stands for each request, and the line that stands for its answer.
+//! The call that stands for each request, and the reply that stands for its answer.
 
 use std::time::Duration;
 
@@ -16,118 +16,235 @@ use dflockd_wire::grpc::{
     AcquireRequest, AddCounterRequest, BarrierWaitRequest, CampaignRequest, CompareAndSetRequest,
     DeleteRequest, DescribeRequest, EndSessionRequest, EnqueueRequest, ForceReleaseRequest,
     GetCounterRequest, GetRequest, Grant, HealthRequest, LengthRequest, ListEnd, Lock, LockMode,
-    MemberRole, MembersRequest, PopRequest, PublishRequest, PushRequest, RangeRequest, Reason,
-    ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest, SetRequest, WaitRequest,
+    MemberRole, MembersRequest, ObserveRequest, PopRequest, PublishRequest, PushRequest,
+    RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest,
+    SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
 };
-use dflockd_wire::{End, ErrorCode, Mode, Request, Response, Space, TokenText, Unit};
+use dflockd_wire::{End, ErrorCode, Mode, Request, SECONDS_MAX, Space, TokenText};
 use prost::bytes::Bytes;
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
 
-use super::{Api, Failure, Said, bytes, code, streams};
+use super::{Api, Failure, Outlet, streams};
+use crate::reply::Reply;
 
-/// An answer that owns what it says.
-enum Answer {
-    Granted(Option<Grant>),
-    /// The same as the answer to an enqueue.
-    Acquired(Option<Grant>),
-    Renewed {
-        remaining: Duration,
-        fence: u64,
-    },
-    Done(bool),
-    Written(bool),
-    Number(i64),
-    Value(Option<Bytes>),
-    Json(Value),
+/// Makes [`Call`] of three lists of requests: those that are executed once, to whose messages the session and the
+/// number are added when the call is made; those that may be repeated at will; and what is more than a call, or none.
+/// A row is the request, the message, the call, and what its answer means.
+macro_rules! calls {
+    (
+        |$api:ident, $outlet:ident|
+        once { $(
+            $request:pat => $call:ident($message:ident { $($field:ident: $value:expr),* })
+                $client:ident.$method:ident |$told:ident| $reply:expr;
+        )* }
+        at_will { $(
+            $question:pat => $read:ident($key:ident { $($part:ident: $of:expr),* })
+                $reader:ident.$ask:ident |$heard:ident| $answer:expr;
+        )* }
+        other { $($wish:pat => $other:ident($payload:ident: $type:ty = $from:expr) $make:expr;)* }
+    ) => {
+        /// A request as a call, before it is known in which session and over which connection it is made.
+        #[derive(Clone)]
+        pub(super) enum Call {
+            $($call($message),)*
+            $($read($key),)*
+            $($other($type),)*
+        }
+
+        impl Call {
+            pub(super) fn new(request: &Request<'_>) -> Self {
+                match *request {
+                    $($wish => Self::$other($from),)*
+                    $($request => {
+                        Self::$call($message { $($field: $value,)* ..$message::default() })
+                    })*
+                    $($question => Self::$read($key { $($part: $of),* }),)*
+                }
+            }
+
+            pub(super) async fn make(self, $api: &Api, $outlet: &Outlet) -> Result<Reply, Failure> {
+                match self {
+                    $(Self::$call(message) => {
+                        let (session, ack_through) = ($api.session.clone(), $api.ack_through());
+                        // A number needs a session.
+                        let number = $outlet.number.filter(|_| !session.is_empty());
+                        let request_id = number.unwrap_or_default();
+                        let message = $message { session, request_id, ack_through, ..message };
+                        let mut client = $client::new($api.channel.clone());
+                        let $told = client.$method($api.request(message)).await?.into_inner();
+                        Ok($reply)
+                    })*
+                    $(Self::$read(message) => {
+                        let mut client = $reader::new($api.channel.clone());
+                        let $heard = client.$ask($api.request(message)).await?.into_inner();
+                        Ok($answer)
+                    })*
+                    $(Self::$other($payload) => $make,)*
+                }
+            }
+        }
+    };
 }
 
-/// Makes the call and says what came of it.
-pub(super) async fn call(
-    api: &Api,
-    number: Option<u64>,
-    unit: Unit,
-    request: &Request<'_>,
-    said: &mpsc::UnboundedSender<Said>,
-) {
-    let mut line = Vec::new();
-    let mut print = |response: &Response<'_>| response.print(unit, number, &mut line);
-    let mut ok = Vec::new();
-    Response::Ok.print(unit, number, &mut ok);
-    let failure = match streams::follow(api, request, &ok, said).await {
-        Some(ended) => Some(ended),
-        None => match ask(api, number.unwrap_or_default(), request).await {
-            Ok(answer) => {
-                answer.print(&mut print);
-                None
-            }
-            Err(failure) => Some(failure),
-        },
-    };
-    let end = match failure {
-        None => None,
-        Some(Failure::Broken) => Some(Said::Broken),
-        Some(Failure::NotLeader(leader)) => {
-            print(&Response::NotLeader(leader.as_deref()));
-            None
-        }
-        Some(Failure::Refused(reason)) => match code(reason) {
-            Some(code) => {
-                print(&Response::Error(code));
-                None
-            }
-            None => Some(Said::Gone),
-        },
-    };
-    let _ = said.send(end.unwrap_or(Said::Lines(line)));
-}
-
-impl Answer {
-    fn print(&self, print: &mut impl FnMut(&Response<'_>)) {
-        let parts = |grant: &Grant| {
-            let token = TokenText::from_bytes(grant.token.as_bytes());
-            token.map(|token| (token, Duration::from_millis(grant.valid_for_ms), Some(grant.fence)))
-        };
-        match self {
-            Self::Granted(Some(grant)) => match parts(grant) {
-                Some((token, lease, fence)) => print(&Response::Granted { token, lease, fence }),
-                None => print(&Response::Error(ErrorCode::Unknown)),
-            },
-            Self::Granted(None) | Self::Done(false) => print(&Response::Timeout),
-            Self::Acquired(Some(grant)) => match parts(grant) {
-                Some((token, lease, fence)) => print(&Response::Acquired { token, lease, fence }),
-                None => print(&Response::Error(ErrorCode::Unknown)),
-            },
-            Self::Acquired(None) => print(&Response::Queued),
-            Self::Renewed { remaining, fence } => {
-                print(&Response::Renewed { remaining: *remaining, fence: Some(*fence) });
-            }
-            Self::Done(true) | Self::Written(true) => print(&Response::Ok),
-            Self::Written(false) => print(&Response::CasConflict),
-            Self::Number(number) => print(&Response::Number(*number)),
-            Self::Value(Some(value)) => print(&Response::Value(value)),
-            Self::Value(None) => print(&Response::Nil),
-            Self::Json(json) => print(&Response::Value(json.to_string().as_bytes())),
-        }
+calls! {
+    |api, outlet|
+    once {
+        Request::Acquire { mode: Mode::Election, key, wait, lease } => Campaign(CampaignRequest {
+            key: bytes(key), wait_ms: millis(wait), lease_ms: lease.map_or(0, millis)
+        }) ElectionsClient.campaign |told| granted(told.grant, Reply::Timeout);
+        Request::Acquire { mode, key, wait, lease } => Acquire(AcquireRequest {
+            key: bytes(key), mode: mode_of(mode), limit: limit_of(mode), wait_ms: millis(wait),
+            lease_ms: lease.map_or(0, millis)
+        }) LocksClient.acquire |told| granted(told.grant, Reply::Timeout);
+        Request::Enqueue { mode, key, lease } => Enqueue(EnqueueRequest {
+            key: bytes(key), mode: mode_of(mode), limit: limit_of(mode), lease_ms: lease.map_or(0, millis)
+        }) LocksClient.enqueue |told| granted(told.grant, Reply::Queued);
+        Request::Wait { space, key, wait } => Wait(WaitRequest {
+            key: bytes(key), mode: space_of(space), wait_ms: millis(wait)
+        }) LocksClient.wait |told| granted(told.grant, Reply::Timeout);
+        Request::Release { key, token, resign: true, .. } => Resign(ResignRequest {
+            key: bytes(key), token: text(token)
+        }) ElectionsClient.resign |_told| Reply::Ok;
+        Request::Release { space, key, token, resign: false } => Release(ReleaseRequest {
+            key: bytes(key), mode: space_of(space), token: text(token)
+        }) LocksClient.release |_told| Reply::Ok;
+        Request::Renew { space, key, token, lease } => Renew(RenewRequest {
+            key: bytes(key), mode: space_of(space), token: text(token), lease_ms: lease.map_or(0, millis)
+        }) LocksClient.renew |told| Reply::Renewed(lease_of(told.valid_for_ms));
+        Request::Add { key, delta, decrement } => AddCounter(AddCounterRequest {
+            key: bytes(key), delta: if decrement { delta.wrapping_neg() } else { delta }
+        }) CountersClient.add |told| Reply::Number(told.value);
+        Request::CounterSet { key, value } => SetCounter(SetCounterRequest {
+            key: bytes(key), value: value
+        }) CountersClient.set |_told| Reply::Ok;
+        Request::KvSet { key, value, ttl } => Set(SetRequest {
+            key: bytes(key), value: bytes(value), ttl_ms: ttl.map_or(0, millis)
+        }) KvClient.set |_told| Reply::Ok;
+        Request::KvDelete { key } => Delete(DeleteRequest { key: bytes(key) })
+            KvClient.delete |_told| Reply::Ok;
+        Request::KvCompareAndSet { key, old, new, ttl } => CompareAndSet(CompareAndSetRequest {
+            key: bytes(key), expect: Some(old.map_or(Expect::Absent(true), |old| Expect::Value(bytes(old)))),
+            new_value: bytes(new), ttl_ms: ttl.map_or(0, millis)
+        }) KvClient.compare_and_set |told| if told.written { Reply::Ok } else { Reply::CasConflict };
+        Request::Push { key, end, value } => Push(PushRequest {
+            key: bytes(key), end: end_of(end), item: bytes(value)
+        }) ListsClient.push |told| count_of(told.length);
+        Request::Pop { key, end } => Pop(PopRequest { key: bytes(key), end: end_of(end) })
+            ListsClient.pop |told| value_of(told.item);
+        Request::BlockingPop { key, end, wait } => BlockingPop(PopRequest {
+            key: bytes(key), end: end_of(end), wait_ms: Some(millis(wait))
+        }) ListsClient.pop |told| value_of(told.item);
+        Request::BarrierWait { key, count, wait } => BarrierWait(BarrierWaitRequest {
+            key: bytes(key), count: count, wait_ms: millis(wait)
+        }) BarriersClient.wait |told| if told.passed { Reply::Ok } else { Reply::Timeout };
+        Request::Signal { channel, payload } => Publish(PublishRequest {
+            channel: bytes(channel), payload: bytes(payload)
+        }) SignalsClient.publish |told| count_of(told.receivers);
     }
+    at_will {
+        Request::CounterGet { key } => GetCounter(GetCounterRequest { key: bytes(key) })
+            CountersClient.get |told| Reply::Number(told.value);
+        Request::KvGet { key } => Get(GetRequest { key: bytes(key) })
+            KvClient.get |told| value_of(told.entry.map(|entry| entry.value));
+        Request::Length { key } => Length(LengthRequest { key: bytes(key) })
+            ListsClient.length |told| count_of(told.length);
+    }
+    other {
+        Request::Range { key, start, stop } => Range(
+            message: RangeRequest = RangeRequest { key: bytes(key), start, stop }
+        ) range(api, message).await;
+        // Any answer is one.
+        Request::Ping => Ping(message: MembersRequest = MembersRequest {}) match members(api, message).await {
+            Err(failure @ (Failure::Gone | Failure::Broken)) => Err(failure),
+            Ok(_) | Err(Failure::Refused(_) | Failure::NotLeader(_)) => Ok(Reply::Ok),
+        };
+        Request::Stats => Stats(message: MembersRequest = MembersRequest {}) match members(api, message).await {
+            Err(Failure::Refused(Reason::NoCluster)) => Ok(Reply::Json(json!({}))),
+            members => Ok(Reply::Json(json!({ "cluster": members? }))),
+        };
+        Request::Inspect { key } => Inspect(
+            message: DescribeRequest = DescribeRequest { key: bytes(key) }
+        ) inspect(api, message).await;
+        Request::ForceRelease { key, token, space, fence, reason } => ForceRelease(
+            call: (Bytes, ForceReleaseRequest) = (bytes(token), ForceReleaseRequest {
+                key: bytes(key), mode: space_of(space), fence, reason: reason.to_owned()
+            })
+        ) {
+            let request = api.admin_request(call.1, &call.0);
+            AdminClient::new(api.channel.clone()).force_release(request).await?;
+            Ok(Reply::Ok)
+        };
+        Request::EndSession { session: number, token, reason } => EndSession(
+            call: (Bytes, EndSessionRequest)
+                = (bytes(token), EndSessionRequest { number, reason: reason.to_owned() })
+        ) {
+            let request = api.admin_request(call.1, &call.0);
+            AdminClient::new(api.channel.clone()).end_session(request).await?;
+            Ok(Reply::Ok)
+        };
+        Request::Listen { pattern, group } => Listen(message: SubscribeRequest = SubscribeRequest {
+            add: vec![Subscription { pattern: bytes(pattern), group: bytes(group) }], remove: Vec::new()
+        }) Err(streams::listen(api, message, outlet).await);
+        Request::Watch { pattern } => Watch(message: WatchRequest = WatchRequest {
+            patterns: vec![bytes(pattern)], ..WatchRequest::default()
+        }) Err(streams::watch(api, message, outlet).await);
+        Request::Observe { key } => Observe(message: ObserveRequest = ObserveRequest { key: bytes(key) })
+            Err(streams::observe(api, message, outlet).await);
+        Request::Ack { number } => Ack(up_to: u64 = number) {
+            api.acknowledge(up_to);
+            Ok(Reply::Ok)
+        };
+        Request::Cancel { number } => Cancel(number: u64 = number) {
+            api.withdraw(number).await;
+            Ok(Reply::Ok)
+        };
+        Request::Auth { .. }
+        | Request::Barrier
+        | Request::StableRef { .. }
+        | Request::Hello { .. }
+        | Request::Unobserve { .. }
+        | Request::Unlisten { .. }
+        | Request::Unwatch { .. }
+        | Request::Ls { .. }
+        | Request::Cluster { .. }
+        // In a call it would stand for the server's default.
+        | Request::Renew { lease: Some(Duration::ZERO), .. } => Refused(reason: Reason = Reason::BadRequest)
+            Err(Failure::Refused(reason));
+    }
+}
+
+impl Call {
+    /// What it is told if it was withdrawn before it was made.
+    pub(super) fn given_up(&self) -> Reply {
+        if matches!(self, Self::BlockingPop(_)) { Reply::Nil } else { Reply::Timeout }
+    }
+}
+
+fn bytes(bytes: &[u8]) -> Bytes {
+    Bytes::copy_from_slice(bytes)
 }
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+/// Rounded up, as in the line protocol, and at most what a server takes.
 fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+    let millis = time.as_nanos().div_ceil(1_000_000);
+    u64::try_from(millis).unwrap_or(u64::MAX).min(SECONDS_MAX * 1_000)
 }
 
-fn mode_of(mode: Mode) -> (i32, u32) {
-    let (mode, limit) = match mode {
-        Mode::Mutex | Mode::Election => (LockMode::Mutex, 0),
-        Mode::Semaphore { limit } => (LockMode::Semaphore, limit),
-        Mode::Read => (LockMode::Read, 0),
-        Mode::Write => (LockMode::Write, 0),
-    };
-    (mode.into(), limit)
+fn mode_of(mode: Mode) -> i32 {
+    match mode {
+        Mode::Mutex | Mode::Election => LockMode::Mutex.into(),
+        Mode::Semaphore { .. } => LockMode::Semaphore.into(),
+        Mode::Read => LockMode::Read.into(),
+        Mode::Write => LockMode::Write.into(),
+    }
+}
+
+fn limit_of(mode: Mode) -> u32 {
+    if let Mode::Semaphore { limit } = mode { limit } else { 0 }
 }
 
 fn space_of(space: Space) -> i32 {
@@ -144,215 +261,45 @@ fn end_of(end: End) -> i32 {
     }
 }
 
-fn number_of(count: u64) -> Answer {
-    Answer::Number(i64::try_from(count).unwrap_or(i64::MAX))
+/// Never nothing: that would be no lease at all.
+fn lease_of(millis: u64) -> Duration {
+    Duration::from_millis(millis.max(1))
 }
 
-#[expect(clippy::too_many_lines, reason = "one call per request")]
-async fn ask(api: &Api, request_id: u64, request: &Request<'_>) -> Result<Answer, Failure> {
-    let (session, ack_through) = (api.session.clone(), api.ack_through());
-    // A number needs a session.
-    let request_id = if session.is_empty() { 0 } else { request_id };
-    let channel = api.channel.clone();
-    match *request {
-        Request::Acquire { mode: Mode::Election, key, wait, lease } => {
-            let (key, wait_ms) = (bytes(key), millis(wait));
-            let lease_ms = lease.map_or(0, millis);
-            let request =
-                CampaignRequest { session, request_id, ack_through, key, wait_ms, lease_ms };
-            let told = ElectionsClient::new(channel).campaign(api.request(request)).await?;
-            Ok(Answer::Granted(told.into_inner().grant))
-        }
-        Request::Acquire { mode, key, wait, lease } => {
-            let (key, wait_ms, (mode, limit)) = (bytes(key), millis(wait), mode_of(mode));
-            let lease_ms = lease.map_or(0, millis);
-            let request = AcquireRequest {
-                session,
-                request_id,
-                ack_through,
-                key,
-                mode,
-                limit,
-                wait_ms,
-                lease_ms,
-            };
-            let told = LocksClient::new(channel).acquire(api.request(request)).await?;
-            Ok(Answer::Granted(told.into_inner().grant))
-        }
-        Request::Enqueue { mode, key, lease } => {
-            let (key, (mode, limit)) = (bytes(key), mode_of(mode));
-            let lease_ms = lease.map_or(0, millis);
-            let request =
-                EnqueueRequest { session, request_id, ack_through, key, mode, limit, lease_ms };
-            let told = LocksClient::new(channel).enqueue(api.request(request)).await?;
-            Ok(Answer::Acquired(told.into_inner().grant))
-        }
-        Request::Wait { space, key, wait } => {
-            let (key, mode, wait_ms) = (bytes(key), space_of(space), millis(wait));
-            let request = WaitRequest { session, request_id, ack_through, key, mode, wait_ms };
-            let told = LocksClient::new(channel).wait(api.request(request)).await?;
-            Ok(Answer::Granted(told.into_inner().grant))
-        }
-        Request::Release { key, token, resign: true, .. } => {
-            let (key, token) = (bytes(key), text(token));
-            let request = ResignRequest { session, request_id, ack_through, key, token };
-            ElectionsClient::new(channel).resign(api.request(request)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::Release { space, key, token, resign: false } => {
-            let (key, mode, token) = (bytes(key), space_of(space), text(token));
-            let request = ReleaseRequest { session, request_id, ack_through, key, mode, token };
-            LocksClient::new(channel).release(api.request(request)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::Renew { space, key, token, lease } => {
-            let (key, mode, token) = (bytes(key), space_of(space), text(token));
-            let lease_ms = lease.map_or(0, millis);
-            let request =
-                RenewRequest { session, request_id, ack_through, key, mode, token, lease_ms };
-            let told = LocksClient::new(channel).renew(api.request(request)).await?.into_inner();
-            let remaining = Duration::from_millis(told.valid_for_ms);
-            Ok(Answer::Renewed { remaining, fence: told.fence })
-        }
-        Request::Add { key, delta, decrement } => {
-            let delta = if decrement { delta.wrapping_neg() } else { delta };
-            let request =
-                AddCounterRequest { session, request_id, ack_through, key: bytes(key), delta };
-            let told = CountersClient::new(channel).add(api.request(request)).await?;
-            Ok(Answer::Number(told.into_inner().value))
-        }
-        Request::CounterGet { key } => {
-            let request = GetCounterRequest { key: bytes(key) };
-            let told = CountersClient::new(channel).get(api.request(request)).await?;
-            Ok(Answer::Number(told.into_inner().value))
-        }
-        Request::CounterSet { key, value } => {
-            let request =
-                SetCounterRequest { session, request_id, ack_through, key: bytes(key), value };
-            CountersClient::new(channel).set(api.request(request)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::KvSet { key, value, ttl } => {
-            let (key, value, ttl_ms) = (bytes(key), bytes(value), ttl.map_or(0, millis));
-            let request = SetRequest { session, request_id, ack_through, key, value, ttl_ms };
-            KvClient::new(channel).set(api.request(request)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::KvGet { key } => {
-            let request = GetRequest { key: bytes(key) };
-            let told = KvClient::new(channel).get(api.request(request)).await?;
-            Ok(Answer::Value(told.into_inner().entry.map(|entry| entry.value)))
-        }
-        Request::KvDelete { key } => {
-            let request = DeleteRequest { session, request_id, ack_through, key: bytes(key) };
-            KvClient::new(channel).delete(api.request(request)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::KvCompareAndSet { key, old, new, ttl } => {
-            let request = CompareAndSetRequest {
-                session,
-                request_id,
-                ack_through,
-                key: bytes(key),
-                expect: Some(old.map_or(Expect::Absent(true), |old| Expect::Value(bytes(old)))),
-                new_value: bytes(new),
-                ttl_ms: ttl.map_or(0, millis),
-            };
-            let told = KvClient::new(channel).compare_and_set(api.request(request)).await?;
-            Ok(Answer::Written(told.into_inner().written))
-        }
-        Request::Push { key, end, value } => {
-            let (key, end, item) = (bytes(key), end_of(end), bytes(value));
-            let request = PushRequest { session, request_id, ack_through, key, end, item };
-            let told = ListsClient::new(channel).push(api.request(request)).await?;
-            Ok(number_of(told.into_inner().length))
-        }
-        Request::Pop { key, end } => {
-            let (key, end) = (bytes(key), end_of(end));
-            let request = PopRequest { session, request_id, ack_through, key, end, wait_ms: None };
-            let told = ListsClient::new(channel).pop(api.request(request)).await?;
-            Ok(Answer::Value(told.into_inner().item))
-        }
-        Request::BlockingPop { key, end, wait } => {
-            let (key, end, wait_ms) = (bytes(key), end_of(end), Some(millis(wait)));
-            let request = PopRequest { session, request_id, ack_through, key, end, wait_ms };
-            let told = ListsClient::new(channel).pop(api.request(request)).await?;
-            Ok(Answer::Value(told.into_inner().item))
-        }
-        Request::Length { key } => {
-            let request = LengthRequest { key: bytes(key) };
-            let told = ListsClient::new(channel).length(api.request(request)).await?;
-            Ok(number_of(told.into_inner().length))
-        }
-        Request::Range { key, start, stop } => {
-            let mut lists = ListsClient::new(channel);
-            let mut items = Vec::new();
-            let mut next = Some(start);
-            while let Some(start) = next {
-                let request = RangeRequest { key: bytes(key), start, stop };
-                let told = lists.range(api.request(request)).await?.into_inner();
-                items.extend(told.items);
-                next = told.next;
-            }
-            Ok(Answer::Json(items.iter().map(|item| String::from_utf8_lossy(item)).collect()))
-        }
-        Request::BarrierWait { key, count, wait } => {
-            let (key, wait_ms) = (bytes(key), millis(wait));
-            let request =
-                BarrierWaitRequest { session, request_id, ack_through, key, count, wait_ms };
-            let told = BarriersClient::new(channel).wait(api.request(request)).await?;
-            Ok(Answer::Done(told.into_inner().passed))
-        }
-        Request::Signal { channel: to, payload } => {
-            let (to, payload) = (bytes(to), bytes(payload));
-            let request = PublishRequest { session, request_id, ack_through, channel: to, payload };
-            let told = SignalsClient::new(channel).publish(api.request(request)).await?;
-            Ok(number_of(told.into_inner().receivers))
-        }
-        // Any answer is one.
-        Request::Ping => match members(api).await {
-            Ok(_) | Err(Failure::Refused(_) | Failure::NotLeader(_)) => Ok(Answer::Done(true)),
-            Err(Failure::Broken) => Err(Failure::Broken),
-        },
-        Request::Stats => match members(api).await {
-            Ok(members) => Ok(Answer::Json(json!({ "cluster": members }))),
-            Err(Failure::Refused(Reason::NoCluster)) => Ok(Answer::Json(json!({}))),
-            Err(failure) => Err(failure),
-        },
-        Request::Inspect { key } => inspect(api, key).await,
-        Request::ForceRelease { key, token, space, fence, reason } => {
-            let (key, mode, reason) = (bytes(key), space_of(space), reason.to_owned());
-            let request = ForceReleaseRequest { key, mode, fence, reason };
-            AdminClient::new(channel).force_release(api.admin_request(request, token)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::EndSession { session: number, token, reason } => {
-            let request = EndSessionRequest { number, reason: reason.to_owned() };
-            AdminClient::new(channel).end_session(api.admin_request(request, token)).await?;
-            Ok(Answer::Done(true))
-        }
-        Request::Auth { .. }
-        | Request::Barrier
-        | Request::StableRef { .. }
-        | Request::Hello { .. }
-        | Request::Observe { .. }
-        | Request::Unobserve { .. }
-        | Request::Listen { .. }
-        | Request::Unlisten { .. }
-        | Request::Watch { .. }
-        | Request::Unwatch { .. }
-        | Request::Cancel { .. }
-        | Request::Ack { .. }
-        | Request::Ls { .. }
-        | Request::Cluster { .. } => Err(Failure::Refused(Reason::BadRequest)),
+fn granted(grant: Option<Grant>, none: Reply) -> Reply {
+    let Some(grant) = grant else { return none };
+    match TokenText::from_bytes(grant.token.as_bytes()) {
+        Some(token) => Reply::Granted { token, lease: lease_of(grant.valid_for_ms) },
+        None => Reply::Refused(ErrorCode::Unknown),
     }
+}
+
+fn count_of(count: u64) -> Reply {
+    Reply::Number(i64::try_from(count).unwrap_or(i64::MAX))
+}
+
+fn value_of(value: Option<Bytes>) -> Reply {
+    value.map_or(Reply::Nil, |value| Reply::Value(value.into()))
+}
+
+async fn range(api: &Api, message: RangeRequest) -> Result<Reply, Failure> {
+    let mut lists = ListsClient::new(api.channel.clone());
+    let mut items = Vec::new();
+    let mut next = Some(message.start);
+    while let Some(start) = next {
+        let request = RangeRequest { start, ..message.clone() };
+        let told = lists.range(api.request(request)).await?.into_inner();
+        items.extend(told.items);
+        next = told.next;
+    }
+    Ok(Reply::Json(items.iter().map(|item| String::from_utf8_lossy(item)).collect()))
 }
 
 /// The part `cluster` of `stats`, all there is of it here. The addresses are those for gRPC; a member that has none
 /// is not dialed.
-async fn members(api: &Api) -> Result<Value, Failure> {
+async fn members(api: &Api, message: MembersRequest) -> Result<Value, Failure> {
     let mut cluster = ClusterClient::new(api.channel.clone());
-    let told = cluster.members(api.request(MembersRequest {})).await?.into_inner().members;
+    let told = cluster.members(api.request(message)).await?.into_inner().members;
     let mut health = cluster.health(api.request(HealthRequest {})).await?.into_inner();
     let ready = health.message().await?.is_some_and(|health| health.ready && !health.draining);
     let name = |found: Option<&dflockd_wire::grpc::Member>| {
@@ -383,20 +330,14 @@ async fn members(api: &Api) -> Result<Value, Failure> {
 }
 
 /// What a key is; if it is several things, the first of them.
-async fn inspect(api: &Api, key: &[u8]) -> Result<Answer, Failure> {
-    let request = api.request(DescribeRequest { key: bytes(key) });
-    let told = match LocksClient::new(api.channel.clone()).describe(request).await {
+async fn inspect(api: &Api, message: DescribeRequest) -> Result<Reply, Failure> {
+    let key = text(&message.key);
+    let asked = LocksClient::new(api.channel.clone()).describe(api.request(message)).await;
+    let told = match asked.map_err(Failure::from) {
         Ok(told) => told.into_inner(),
-        Err(status) => {
-            return match Failure::from(status) {
-                Failure::Refused(Reason::NotFound) => Ok(Answer::Value(None)),
-                failure @ (Failure::Refused(_) | Failure::NotLeader(_) | Failure::Broken) => {
-                    Err(failure)
-                }
-            };
-        }
+        Err(Failure::Refused(Reason::NotFound)) => return Ok(Reply::Nil),
+        Err(failure) => return Err(failure),
     };
-    let key = text(key);
     let seconds = |millis: u64| Duration::from_millis(millis).as_secs_f64();
     let lock = told.locks.first().map(|lock| describe(&key, lock));
     let counter = told.counter.map(
@@ -418,7 +359,7 @@ async fn inspect(api: &Api, key: &[u8]) -> Result<Answer, Failure> {
         json!({ "key": key, "kind": "barrier", "count": count, "participants": participants })
     });
     let about = lock.or(counter).or(entry).or(list).or(barrier);
-    Ok(about.map_or(Answer::Value(None), Answer::Json))
+    Ok(about.map_or(Reply::Nil, Reply::Json))
 }
 
 fn describe(key: &str, lock: &Lock) -> Value {

@@ -1,108 +1,114 @@
-//! Subscriptions: what comes by a stream, as pushes of the line protocol.
+//! Subscriptions: what comes by a stream.
 
+use dflockd_wire::Push;
 use dflockd_wire::grpc::elections_client::ElectionsClient;
 use dflockd_wire::grpc::signals_client::SignalsClient;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::watch_client::WatchClient;
-use dflockd_wire::grpc::{
-    ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, Subscription, WatchRequest,
-};
-use dflockd_wire::{Push, Request};
+use dflockd_wire::grpc::{ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, WatchRequest};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
 
-use super::{Api, Failure, Said, bytes};
+use super::{Api, Failure, Outlet};
+use crate::reply::Reply;
 
-type Teller<'a> = &'a mpsc::UnboundedSender<Said>;
+/// Where a subscription puts what it brings.
+struct Listener<'a> {
+    outlet: &'a Outlet,
+    begun: bool,
+}
 
-/// If the request is a subscription: makes it, says `ok`, and passes on what comes until the stream ends. Says why
-/// it did.
-pub(super) async fn follow(
-    api: &Api,
-    request: &Request<'_>,
-    ok: &[u8],
-    said: Teller<'_>,
-) -> Option<Failure> {
-    let ended = if let Request::Listen { pattern, group } = *request {
-        listen(api, pattern, group, ok, said).await
-    } else if let Request::Watch { pattern } = *request {
-        watch(api, pattern, ok, said).await
-    } else if let Request::Observe { key } = *request {
-        observe(api, key, ok, said).await
-    } else {
-        return None;
+impl Listener<'_> {
+    /// From now on nothing is missed.
+    fn begin(&mut self) {
+        if !std::mem::replace(&mut self.begun, true) {
+            self.outlet.settle(Ok(Reply::Ok));
+        }
+    }
+
+    fn push(&self, push: Push<'_>) {
+        self.outlet.tell(push.into());
+    }
+}
+
+/// When nothing is missed any more.
+#[derive(PartialEq, Eq)]
+enum Begins {
+    /// As soon as the stream is open.
+    Opened,
+    /// When the stream says so.
+    Told,
+}
+
+/// Passes on what a stream brings until it ends; says why it did.
+async fn follow<T>(
+    outlet: &Outlet,
+    begins: Begins,
+    opened: impl Future<Output = Result<tonic::Response<Streaming<T>>, Status>>,
+    mut hear: impl FnMut(&mut Listener<'_>, T),
+) -> Failure {
+    let mut listener = Listener { outlet, begun: false };
+    let ended = async {
+        let mut heard = opened.await?.into_inner();
+        if begins == Begins::Opened {
+            listener.begin();
+        }
+        while let Some(told) = heard.message().await? {
+            hear(&mut listener, told);
+        }
+        Ok::<(), Status>(())
     };
-    // A stream that ends without a reason is broken, too.
-    Some(ended.err().unwrap_or(Failure::Broken))
+    match ended.await {
+        Err(status) if !listener.begun => status.into(),
+        // Nothing but its end tells that a connection brings nothing any more.
+        Ok(()) | Err(_) => Failure::Broken,
+    }
 }
 
-fn say(said: Teller<'_>, push: &Push<'_>) {
-    let mut line = Vec::new();
-    push.print(&mut line);
-    let _ = said.send(Said::Lines(line));
-}
-
-async fn listen(
-    api: &Api,
-    pattern: &[u8],
-    group: &[u8],
-    ok: &[u8],
-    said: Teller<'_>,
-) -> Result<(), Failure> {
-    let add = vec![Subscription { pattern: bytes(pattern), group: bytes(group) }];
+pub(super) async fn listen(api: &Api, message: SubscribeRequest, outlet: &Outlet) -> Failure {
     // Open as long as somebody listens: a request that never ends would keep the stream when all else is gone.
     let (wishes, wished) = mpsc::channel(1);
-    let _ = wishes.send(SubscribeRequest { add, remove: Vec::new() }).await;
-    let request = api.request(ReceiverStream::new(wished));
-    let mut signals = SignalsClient::new(api.channel.clone());
-    let mut heard = signals.subscribe(request).await?.into_inner();
-    while let Some(told) = heard.message().await? {
-        match told.what {
-            Some(What::Applied(_)) => _ = said.send(Said::Lines(ok.to_vec())),
-            Some(What::Signal(signal)) => {
-                say(said, &Push::Signal { channel: &signal.channel, payload: &signal.payload });
-            }
-            None => {}
+    let _ = wishes.send(message).await;
+    let mut client = SignalsClient::new(api.channel.clone());
+    let opened = client.subscribe(api.request(ReceiverStream::new(wished)));
+    follow(outlet, Begins::Told, opened, |listener, told| match told.what {
+        Some(What::Applied(_)) => listener.begin(),
+        Some(What::Signal(signal)) => {
+            listener.push(Push::Signal { channel: &signal.channel, payload: &signal.payload });
         }
-    }
-    Ok(())
+        None => {}
+    })
+    .await
 }
 
-async fn watch(api: &Api, pattern: &[u8], ok: &[u8], said: Teller<'_>) -> Result<(), Failure> {
-    let patterns = vec![bytes(pattern)];
-    let request = WatchRequest { patterns, after_revision: None, kinds: Vec::new() };
-    let mut watch = WatchClient::new(api.channel.clone());
-    let mut heard = watch.watch(api.request(request)).await?.into_inner();
-    let mut begun = false;
-    while let Some(told) = heard.message().await? {
+pub(super) async fn watch(api: &Api, message: WatchRequest, outlet: &Outlet) -> Failure {
+    let mut client = WatchClient::new(api.channel.clone());
+    follow(outlet, Begins::Told, client.watch(api.request(message)), |listener, told| {
         // The first message is a bookmark.
-        if !std::mem::replace(&mut begun, true) {
-            let _ = said.send(Said::Lines(ok.to_vec()));
-        }
+        listener.begin();
         for change in &told.changes {
             if let Some(event) = event_of(change.kind()) {
-                say(said, &Push::Watch { event, key: &change.key });
+                listener.push(Push::Watch { event, key: &change.key });
             }
         }
-    }
-    Ok(())
+    })
+    .await
 }
 
-async fn observe(api: &Api, key: &[u8], ok: &[u8], said: Teller<'_>) -> Result<(), Failure> {
-    let request = api.request(ObserveRequest { key: bytes(key) });
-    let mut elections = ElectionsClient::new(api.channel.clone());
-    let mut heard = elections.observe(request).await?.into_inner();
-    let _ = said.send(Said::Lines(ok.to_vec()));
-    while let Some(told) = heard.message().await? {
+pub(super) async fn observe(api: &Api, message: ObserveRequest, outlet: &Outlet) -> Failure {
+    let mut client = ElectionsClient::new(api.channel.clone());
+    let (key, request) = (message.key.clone(), api.request(message));
+    follow(outlet, Begins::Opened, client.observe(request), |listener, told| {
         let event = match (told.event(), &told.leader) {
             (LeaderEvent::Resigned, _) => "resigned",
             (LeaderEvent::Failover, _) => "failover",
             (LeaderEvent::Elected, _) | (LeaderEvent::Unspecified, Some(_)) => "elected",
-            (LeaderEvent::Unspecified, None) => continue,
+            (LeaderEvent::Unspecified, None) => return,
         };
-        say(said, &Push::Leader { event, key });
-    }
-    Ok(())
+        listener.push(Push::Leader { event, key: &key });
+    })
+    .await
 }
 
 fn event_of(kind: ChangeKind) -> Option<&'static str> {

@@ -1,23 +1,21 @@
-//! The connections of a link, one after the other: making them, carrying lines, noticing that one is dead.
+//! The connections of a link, one after the other: making them, carrying connection, noticing that one is dead.
 
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_wire::{ErrorCode, Request};
-use tokio::io::{AsyncWriteExt, WriteHalf};
 
-use super::{Kind, Link, Lost, OnDisconnect, session_of};
+use super::{Kind, Link, Lost};
 use crate::clock::Instant;
 use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
 use crate::error::Error;
-use crate::stream::{Address, BoxBytes, Greeting, LineReader, Lines};
+use crate::stream::{Address, Connection, Greeting, Session};
 
 const BACKOFF_MIN: Duration = Duration::from_millis(20);
 const BACKOFF_MAX: Duration = Duration::from_secs(2);
 /// A member that was left sooner was no good, and the next may not be either.
 const WORKED: Duration = Duration::from_secs(1);
-/// How long a closed link waits for grants that are under way, to give them back.
+/// How long a closed link waits for grants that are under way, to give them back, and then for the connection's end.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a server may leave what is sent to it unread.
 const UNREAD_MAX: Duration = Duration::from_secs(10);
@@ -39,18 +37,18 @@ pub(super) const OUT_OF_TOUCH: Duration = Duration::from_secs(8);
 const PROBE: Request<'static> = Request::CounterGet { key: b"_" };
 
 /// Serves a link until it is closed.
-pub(super) async fn run(link: Arc<Link>, lines: Lines) {
-    let mut lines = Some(lines);
+pub(super) async fn run(link: Arc<Link>, connection: Connection) {
+    let mut connection = Some(connection);
     let mut backoff = BACKOFF_MIN;
     while !link.is_closed() {
-        let connected = match lines.take() {
-            Some(lines) => Ok(lines),
+        let connected = match connection.take() {
+            Some(connection) => Ok(connection),
             None => link.reconnect().await,
         };
         match connected {
-            Ok(lines) => {
+            Ok(connection) => {
                 let begun = Instant::now();
-                let reason = serve(&link, lines).await;
+                let reason = serve(&link, connection).await;
                 link.handle_disconnected(&reason);
                 if link.route.cluster().is_none() || begun.elapsed() > WORKED {
                     backoff = BACKOFF_MIN;
@@ -84,9 +82,8 @@ impl Pulse {
     }
 }
 
-/// Carries lines both ways until the connection breaks; says why it did.
-async fn serve(link: &Arc<Link>, lines: Lines) -> String {
-    let Lines { mut reader, mut writer } = lines;
+/// Carries requests and answers until the connection breaks; says why it did.
+async fn serve(link: &Arc<Link>, mut connection: Connection) -> String {
     let mut pulse = Pulse { heard_at: Instant::now(), asked_at: None };
     let mut closed_at = None;
     loop {
@@ -94,10 +91,13 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
             Ok(look_at) => look_at,
             Err(reason) => return reason.to_owned(),
         };
-        let bytes = link.take_unsent();
-        if !bytes.is_empty() {
-            if let Err(reason) = send(link, &mut pulse, &mut reader, &mut writer, &bytes).await {
-                return reason;
+        if link.queue_unsent(&mut connection) {
+            let hear = |incoming| {
+                pulse.hear();
+                link.handle(incoming);
+            };
+            if let Err(error) = connection.flush(link.unread_max(), hear).await {
+                return error.to_string();
             }
             continue;
         }
@@ -105,7 +105,7 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
         if link.is_closed() {
             let closed_at = *closed_at.get_or_insert_with(Instant::now);
             if !link.owes_something() || closed_at.elapsed() > FAREWELL {
-                let _ = writer.shutdown().await;
+                let _ = tokio::time::timeout(FAREWELL, connection.close()).await;
                 return "closed".to_owned();
             }
             pause = pause.min(FAREWELL);
@@ -113,43 +113,15 @@ async fn serve(link: &Arc<Link>, lines: Lines) -> String {
         tokio::select! {
             // First what has come: after a pause of the whole process it must not look like silence.
             biased;
-            line = reader.next() => match line {
-                Ok(line) => {
+            incoming = connection.next() => match incoming {
+                Ok(incoming) => {
                     pulse.hear();
-                    link.handle_line(&line);
+                    link.handle(incoming);
                 }
                 Err(error) => return error.to_string(),
             },
             () = link.wake.notified() => {}
             () = tokio::time::sleep(pause) => {}
-        }
-    }
-}
-
-/// Sends, and reads meanwhile: a server whose answers are not taken stops reading.
-async fn send(
-    link: &Arc<Link>,
-    pulse: &mut Pulse,
-    reader: &mut LineReader,
-    writer: &mut WriteHalf<BoxBytes>,
-    bytes: &[u8],
-) -> Result<(), String> {
-    let written = async {
-        writer.write_all(bytes).await?;
-        writer.flush().await
-    };
-    let mut written = pin!(tokio::time::timeout(link.unread_max(), written));
-    loop {
-        tokio::select! {
-            biased;
-            outcome = &mut written => return match outcome {
-                Ok(outcome) => outcome.map_err(|error| error.to_string()),
-                Err(_) => Err("the server reads nothing".to_owned()),
-            },
-            line = reader.next() => {
-                pulse.hear();
-                link.handle_line(&line.map_err(|error| error.to_string())?);
-            }
         }
     }
 }
@@ -189,7 +161,7 @@ impl Link {
             Some(at) if at.elapsed() >= PROBE_MAX => return Err("the member is out of touch"),
             Some(at) => next = next.min(at + PROBE_MAX),
             None if touched_at.elapsed() >= pace => {
-                state.push_as(Kind::Probe, &PROBE, None, None);
+                state.push_as(Kind::Probe, &PROBE);
                 let now = Instant::now();
                 state.member.probed_at = Some(now);
                 next = next.min(now + PROBE_MAX);
@@ -199,7 +171,7 @@ impl Link {
         let learn_at = cluster.learn_at();
         if learn_at.remaining().is_zero() {
             cluster.handle_asked();
-            state.push_as(Kind::Members, &Request::Stats, None, None);
+            state.push_as(Kind::Members, &Request::Stats);
         } else {
             next = next.min(learn_at);
         }
@@ -226,58 +198,56 @@ impl Link {
     }
 
     /// Connects again, to the same session if there is one.
-    async fn reconnect(&self) -> Result<Lines, Error> {
+    async fn reconnect(&self) -> Result<Connection, Error> {
         match &self.route {
             Route::One(address) => self.reconnect_to(address).await,
             Route::Cluster(cluster) => self.reconnect_within(cluster).await,
         }
     }
 
-    async fn reconnect_to(&self, address: &Address) -> Result<Lines, Error> {
-        let mut lines = address.connect().await?;
+    async fn reconnect_to(&self, address: &Address) -> Result<Connection, Error> {
+        let mut connection = address.connect().await?;
         let session = self.state.lock().session.clone();
         let timeout = address.connect_timeout;
         let name = &address.client_name;
         if let Some(session) = session {
-            let attach = format!("attach={session}");
-            let words = attaching(&attach);
-            let greeted = lines.greet(name, &words, timeout).await;
+            let greeted = connection.greet(name, Session::Attach(&session), timeout).await;
             match greeted.map_err(|error| address.greeting_failed(&error))? {
-                Greeting::Accepted(_) => {
-                    self.handle_connected(Some(session), &address.name);
-                    return Ok(lines);
+                Greeting::Accepted(session) => {
+                    self.handle_connected(session, &address.name);
+                    return Ok(connection);
                 }
                 Greeting::Refused(ErrorCode::Error) => {
                     self.handle_session_lost(Lost::Session, "the session has ended");
                 }
                 Greeting::Refused(code) => return Err(address.unreachable(code.text())),
+                Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
                 Greeting::NotLeader(_) => return Err(address.unreachable("it does not lead")),
             }
         }
-        let words = Self::words(self.on_disconnect);
-        let greeted = lines.greet(name, &words, timeout).await;
+        let greeted = connection.greet(name, Session::New(self.on_disconnect), timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
-                self.handle_connected(session_of(&words), &address.name);
-                Ok(lines)
+            Greeting::Accepted(session) => {
+                self.handle_connected(session, &address.name);
+                Ok(connection)
             }
-            Greeting::Accepted(_) | Greeting::Refused(_) | Greeting::NotLeader(_) => {
+            Greeting::Unsuited | Greeting::Refused(_) | Greeting::NotLeader(_) => {
                 Err(address.unreachable("the server no longer speaks the same protocol"))
             }
         }
     }
 
     /// The same at any member: those that can be reached are tried one after the other.
-    async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Lines, Error> {
+    async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Connection, Error> {
         let mut candidates = cluster.candidates();
         let mut last: Option<Error> = None;
         while !self.is_closed() {
-            let (address, lines) = match cluster.first_reached(&mut candidates).await {
+            let (address, connection) = match cluster.first_reached(&mut candidates).await {
                 Ok(reached) => reached,
                 Err(error) => return Err(last.unwrap_or(error)),
             };
-            match self.attach_at(cluster, &address, lines).await {
-                Ok(lines) => return Ok(lines),
+            match self.attach_at(cluster, &address, connection).await {
+                Ok(connection) => return Ok(connection),
                 Err(error) => {
                     cluster.handle_failure(&address.name);
                     last = Some(error);
@@ -291,36 +261,33 @@ impl Link {
         &self,
         cluster: &Arc<Cluster>,
         address: &Address,
-        mut lines: Lines,
-    ) -> Result<Lines, Error> {
+        mut connection: Connection,
+    ) -> Result<Connection, Error> {
         let session = self.state.lock().session.clone();
-        let attach = session.as_ref().map(|session| format!("attach={session}"));
-        let words = match &attach {
-            Some(attach) => attaching(attach),
-            None => Self::words(self.on_disconnect),
-        };
+        let wanted = session.as_deref().map_or(Session::New(self.on_disconnect), Session::Attach);
         // Until there is an answer the attempt may be executed at any time.
         let is_attempt = u32::from(session.is_some());
         self.state.lock().member.ghosts += is_attempt;
-        let greeted = lines.greet(&address.client_name, &words, GREETING_MAX).await;
+        let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
         let greeting = greeted.map_err(|error| address.greeting_failed(&error))?;
         match greeting {
-            Greeting::Accepted(words) if Self::suits(self.on_disconnect, &words) => {
+            Greeting::Accepted(session) => {
                 self.state.lock().member.ghosts -= is_attempt;
-                self.handle_connected(session_of(&words), &address.name);
-                Ok(lines)
+                self.handle_connected(session, &address.name);
+                Ok(connection)
             }
-            Greeting::Accepted(_) => Err(address.unreachable("it does not keep sessions")),
+            Greeting::Unsuited => Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 self.state.lock().member.ghosts -= is_attempt;
-                cluster.ask(address, &mut lines).await;
+                cluster.ask(address, &mut connection).await;
                 cluster.handle_redirect(leader.as_deref());
                 Err(address.unreachable("it serves no clients"))
             }
             Greeting::Refused(ErrorCode::Error) if session.is_some() => {
                 self.state.lock().member.ghosts -= is_attempt;
                 // A server that has nothing to do with it says the same.
-                if cluster.ask(address, &mut lines).await == Some(Told::Member { ready: true }) {
+                if cluster.ask(address, &mut connection).await == Some(Told::Member { ready: true })
+                {
                     self.handle_session_lost(Lost::Session, "the session has ended");
                 }
                 Err(address.unreachable("it does not know the session"))
@@ -333,11 +300,4 @@ impl Link {
             }
         }
     }
-}
-
-/// The words to attach with.
-fn attaching(attach: &str) -> Vec<&str> {
-    let mut words: Vec<&str> = Link::words(OnDisconnect::Release);
-    words.push(attach);
-    words
 }

@@ -334,6 +334,19 @@ async fn a_guard_outlives_its_client() {
     }
 }
 
+/// Over gRPC as well: what was said last is heard, long before the session ends by itself.
+#[tokio::test]
+async fn a_guard_outlives_its_client_over_grpc() {
+    let [.., server] = Either::all();
+    let (client, other) = (server.client().await, server.client().await);
+    let guard = client.lock("k").lease(LONG).acquire().await.unwrap();
+    drop(client);
+    let begun = std::time::Instant::now();
+    drop(guard);
+    crowded(&other, "k", (0, 0)).await;
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+}
+
 /// An item that was on its way to a pop that was dropped is not lost.
 #[tokio::test]
 async fn a_dropped_pop_loses_nothing() {
