@@ -18,7 +18,7 @@ use dflockd_wire::grpc::{
     AttachRequest, CancelRequest, CloseRequest, ErrorInfo, KeepAliveRequest, LostReason,
     OpenRequest, Reason,
 };
-use dflockd_wire::{ErrorCode, Request};
+use dflockd_wire::{ErrorCode, REFUSALS, Request};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -161,37 +161,20 @@ impl From<Status> for Failure {
 
 /// What a refusal is in the line protocol.
 fn code(reason: Reason) -> ErrorCode {
-    match reason {
-        Reason::Unauthenticated | Reason::NotAdmin | Reason::AdminDisabled => ErrorCode::Auth,
-        Reason::LeaseExpired => ErrorCode::LeaseExpired,
-        Reason::LimitMismatch => ErrorCode::LimitMismatch,
-        Reason::TypeMismatch => ErrorCode::TypeMismatch,
-        Reason::BarrierCountMismatch => ErrorCode::BarrierCountMismatch,
-        Reason::AlreadyEnqueued => ErrorCode::AlreadyEnqueued,
-        Reason::NotEnqueued => ErrorCode::NotEnqueued,
-        Reason::MaxLocks | Reason::MaxHolds => ErrorCode::MaxLocks,
-        Reason::MaxWaiters | Reason::MaxWaits => ErrorCode::MaxWaiters,
-        Reason::MaxKeys => ErrorCode::MaxKeys,
-        Reason::ListFull => ErrorCode::ListFull,
-        Reason::UnknownOutcome => ErrorCode::Unknown,
-        Reason::NotLeader => ErrorCode::NotLeader,
-        Reason::Draining => ErrorCode::Draining,
-        Reason::Unavailable | Reason::NoFence | Reason::RateLimited => ErrorCode::Unavailable,
-        Reason::Unspecified
-        | Reason::SessionGone
-        | Reason::BadRequest
-        | Reason::NotHeld
-        | Reason::NotFound
-        | Reason::AlreadyWaiting
-        | Reason::Deposed
-        | Reason::Overflow
-        | Reason::MaxSubscriptions
-        | Reason::MaxSessions
-        | Reason::Lagged
-        | Reason::Compacted
-        | Reason::NoCluster
-        | Reason::ClusterRefused
-        | Reason::Internal => ErrorCode::Error,
+    let name = reason.as_str_name();
+    if let Some((_, refusal)) = REFUSALS.iter().find(|(_, refusal)| refusal.grpc_reason == name) {
+        return refusal.line;
+    }
+    if matches!(reason, Reason::Unauthenticated | Reason::NotAdmin | Reason::AdminDisabled) {
+        ErrorCode::Auth
+    } else if reason == Reason::NotLeader {
+        ErrorCode::NotLeader
+    } else if reason == Reason::Draining {
+        ErrorCode::Draining
+    } else if reason == Reason::RateLimited {
+        ErrorCode::Unavailable
+    } else {
+        ErrorCode::Error
     }
 }
 

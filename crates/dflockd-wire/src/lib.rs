@@ -30,7 +30,7 @@ mod text;
 pub use dflockd_api::check::{
     COUNT_MAX, KEY_BYTES_MAX, PATTERN_TOKENS_MAX, REASON_BYTES_MAX, SECONDS_MAX,
 };
-pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, Space, check};
+pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, REFUSALS, Space, check};
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
 pub use request::{LS_LIMIT_MAX, ParseError, Request};
