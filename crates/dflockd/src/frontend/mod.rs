@@ -2,6 +2,7 @@
 //! connect, sessions whose requests are futures, and what clients cost. Below are the adapters, one folder for each
 //! protocol: bytes in, commands out, outcomes back.
 
+pub(crate) mod accept;
 pub(crate) mod auth;
 pub(crate) mod budget;
 pub(crate) mod caller;

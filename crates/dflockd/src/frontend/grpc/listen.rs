@@ -29,13 +29,12 @@ use super::gate::{Gated, GivingBody, Passing};
 use super::usage::{Patience, Usage};
 use super::{App, routes};
 use crate::config::Config;
+use crate::frontend::accept::accept;
 use crate::frontend::auth::Origin;
 use crate::frontend::budget::Budget;
 use crate::frontend::descriptors::Connections;
 use crate::frontend::frames::{Frames, PREFACE};
 
-const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
-const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// For TLS and the first bytes of HTTP/2.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Calls in flight on one connection.
@@ -149,27 +148,9 @@ impl Listener {
     }
 
     async fn accept(self: Arc<Self>, socket: TcpListener) {
-        let mut pause = ACCEPT_PAUSE_MIN;
         let mut phase = self.phase.subscribe();
         let stopped = phase.wait_for(|phase| *phase != Phase::Serving);
-        let mut stopped = pin!(stopped);
-        loop {
-            let next = tokio::select! {
-                _ = &mut stopped => return,
-                next = socket.accept() => next,
-            };
-            match next {
-                Ok((stream, address)) => {
-                    pause = ACCEPT_PAUSE_MIN;
-                    self.admit(stream, address);
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "accept failed");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(ACCEPT_PAUSE_MAX);
-                }
-            }
-        }
+        accept(socket, stopped, |stream, address| self.admit(stream, address)).await;
     }
 
     fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {

@@ -28,12 +28,11 @@ use super::origin::Arrived;
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Shared, router};
+use crate::frontend::accept::accept;
 use crate::frontend::auth::Origin;
 use crate::frontend::budget::{Budget, PIECE_BYTES};
 use crate::frontend::descriptors::Connections;
 
-const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
-const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const HANDSHAKE: Duration = Duration::from_secs(10);
 const PACE: PaceLimits = PaceLimits {
     head: Duration::from_secs(10),
@@ -146,27 +145,9 @@ impl Listener {
     }
 
     async fn accept(self: Arc<Self>, socket: TcpListener) {
-        let mut pause = ACCEPT_PAUSE_MIN;
         let mut phase = self.phase.subscribe();
         let stopped = phase.wait_for(|phase| *phase != Phase::Serving);
-        let mut stopped = pin!(stopped);
-        loop {
-            let accepted = tokio::select! {
-                _ = &mut stopped => return,
-                accepted = socket.accept() => accepted,
-            };
-            match accepted {
-                Ok((stream, address)) => {
-                    pause = ACCEPT_PAUSE_MIN;
-                    self.admit(stream, address);
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "accept failed");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(ACCEPT_PAUSE_MAX);
-                }
-            }
-        }
+        accept(socket, stopped, |stream, address| self.admit(stream, address)).await;
     }
 
     fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {

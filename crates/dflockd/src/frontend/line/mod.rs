@@ -15,7 +15,6 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
 use dflockd_engine::{AddressKey, Door};
@@ -26,11 +25,9 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 
 use self::worker::{Order, Worker};
+use crate::frontend::accept::accept;
 use crate::frontend::descriptors::Connections;
 use crate::service::Service;
-
-const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
-const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// All connections, and who may join them.
 pub(crate) struct Peers {
@@ -84,27 +81,11 @@ impl Peers {
 
     /// Accepts connections until `stop`.
     pub(crate) async fn accept(self: Arc<Self>, listener: TcpListener, stop: Arc<Notify>) {
-        let mut pause = ACCEPT_PAUSE_MIN;
-        let stopped = stop.notified();
-        tokio::pin!(stopped);
-        loop {
-            let accepted = tokio::select! {
-                () = &mut stopped => return,
-                accepted = listener.accept() => accepted,
-            };
-            let accepted = accepted.and_then(|(stream, address)| Ok((stream.into_std()?, address)));
-            match accepted {
-                Ok((stream, address)) => {
-                    pause = ACCEPT_PAUSE_MIN;
-                    self.admit(TcpStream::from_std(stream), address);
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "accept failed");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(ACCEPT_PAUSE_MAX);
-                }
-            }
-        }
+        accept(listener, stop.notified(), |stream, address| match stream.into_std() {
+            Ok(stream) => self.admit(TcpStream::from_std(stream), address),
+            Err(error) => tracing::warn!(%error, "accept failed"),
+        })
+        .await;
     }
 
     /// Gives a connection to the worker with the fewest, unless all seats are taken.
