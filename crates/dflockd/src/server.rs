@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use dflockd_engine::{Clock, Engine, Replicated, Suppressed};
+use dflockd_engine::{Clock, Door, Engine, Replicated, Suppressed};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
@@ -14,10 +14,11 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::cluster;
 use crate::config::{Config, Secret};
+use crate::frontend::accept::{ApiConnections, Listener};
 use crate::frontend::auth::TokenKind;
 use crate::frontend::descriptors::{self, Connections, Descriptors};
 use crate::frontend::grpc;
-use crate::frontend::http::{App, Listener};
+use crate::frontend::http::{self, App};
 use crate::frontend::line::Peers;
 use crate::operate;
 use crate::service::Service;
@@ -62,7 +63,7 @@ pub struct Running {
 /// The gRPC interface.
 struct Grpc {
     app: Arc<grpc::App>,
-    listener: Arc<grpc::Listener>,
+    listener: Arc<Listener>,
 }
 
 /// The HTTP interface.
@@ -108,13 +109,12 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         member.set_doors(cluster::doors(&config, &cluster, http_address, grpc_address));
     }
     service.engine.start()?;
+    let caps = |door, per_address| ApiConnections::new(&service, &connections, door, per_address);
     let http = http_socket.map(|socket| {
         let app = Arc::new(App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let per_address = config.http_max_connections_per_ip;
-        let connections = Arc::clone(&connections);
-        let listener =
-            Listener::start(Arc::clone(&app), socket, tls.as_ref(), connections, per_address);
+        let connections = caps(Door::Http, config.http_max_connections_per_ip);
+        let listener = http::listen(&app, socket, connections, tls.as_ref());
         Http { app, listener }
     });
     if let Some(address) = http_address {
@@ -123,17 +123,16 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let grpc = grpc_socket.map(|socket| {
         let app = Arc::new(grpc::App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let limits = grpc::Limits::of(&config);
-        let connections = Arc::clone(&connections);
-        let listener = grpc::Listener::start(&app, socket, tls.as_ref(), connections, limits)?;
+        let connections = caps(Door::Grpc, config.http_max_connections_per_ip);
+        let listener = grpc::listen(&app, socket, connections, tls.as_ref(), &config)?;
         anyhow::Ok(Grpc { app, listener })
     });
     let grpc = grpc.transpose()?;
     if let Some(address) = grpc_address {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
-    let per_address = config.max_connections_per_ip;
-    let peers = Peers::start(Arc::clone(&service), tls, connections, per_address, workers)
+    let connections = caps(Door::Line, config.max_connections_per_ip);
+    let peers = Peers::start(&service, tls, connections, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));

@@ -6,6 +6,7 @@ pub(crate) mod accept;
 pub(crate) mod auth;
 pub(crate) mod budget;
 pub(crate) mod caller;
+pub(crate) mod caps;
 pub(crate) mod descriptors;
 pub(crate) mod detached;
 pub(crate) mod feed;

@@ -107,10 +107,10 @@ impl Admin for Api {
         let pass = self.0.check_admin(&request).await?;
         let (Peer(peer, _), request) = open(request)?;
         let app = Arc::clone(&self.0);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let (sender, records) = mpsc::channel(RECORDS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let ended = tokio::select! {
                 () = tell_audit(&app, request, &sender) => return,
                 () = sender.closed() => return,

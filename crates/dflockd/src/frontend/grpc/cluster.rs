@@ -171,10 +171,10 @@ impl Cluster for Api {
     ) -> Result<Response<Self::HealthStream>, Status> {
         let Peer(peer, _) = Peer::of(&request)?;
         let app = Arc::clone(&self.0);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let mut last = None;
             loop {
                 let now = app.health();

@@ -40,7 +40,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use self::error::Refused;
-pub(crate) use self::listen::{Limits, Listener};
+pub(crate) use self::listen::listen;
 use self::sessions::Sessions;
 use crate::config::Config;
 use crate::frontend::auth::{Pass, TokenKind};

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use dflockd_core::{Command, Outcome, RequestId, SessionId, Span};
-use dflockd_engine::{AddressKey, Door, SessionSecret};
+use dflockd_engine::{Door, SessionSecret};
 use parking_lot::Mutex;
 
 use super::error::Refused;
@@ -19,6 +19,7 @@ use super::{App, Peer, fields};
 use crate::config::Config;
 use crate::frontend::auth::{LatestPass, Pass};
 use crate::frontend::caller::{Answer, Caller, Gone};
+use crate::frontend::caps::{Caps, Permit};
 use crate::frontend::rate;
 use crate::service::span;
 
@@ -42,29 +43,10 @@ pub(crate) struct SessionKey {
 pub(crate) struct Sessions {
     default_ttl: Span,
     started: Instant,
-    seats: Arc<Seats>,
+    caps: Arc<Caps>,
     open: Mutex<HashMap<[u8; 16], Arc<Session>>>,
     /// One of these is held while a session is fetched, so that two calls do not take it from each other.
     fetching: [tokio::sync::Mutex<()>; FETCHES_MAX],
-}
-
-/// How many sessions and streams there are, and may be.
-struct Seats {
-    max: u64,
-    per_address_max: u64,
-    taken: Mutex<Taken>,
-}
-
-#[derive(Default)]
-struct Taken {
-    by_address: HashMap<AddressKey, u64>,
-    total: u64,
-}
-
-/// Room for one session or stream, given back when dropped.
-pub(crate) struct Seat {
-    seats: Arc<Seats>,
-    address: AddressKey,
 }
 
 /// A session that is used here.
@@ -78,7 +60,7 @@ pub(crate) struct Session {
     started: Instant,
     /// Milliseconds after `started`.
     used_at: AtomicU64,
-    _seat: Seat,
+    _permit: Permit,
 }
 
 /// Who makes a call, and how.
@@ -129,15 +111,10 @@ headed! {
 
 impl Sessions {
     pub(crate) fn new(config: &Config) -> Self {
-        let seats = Seats {
-            max: config.http_max_sessions,
-            per_address_max: config.http_max_sessions_per_ip,
-            taken: Mutex::default(),
-        };
         Self {
             default_ttl: span(config.default_lease_ttl).clamp(TTL_MIN, TTL_MAX),
             started: Instant::now(),
-            seats: Arc::new(seats),
+            caps: Caps::new(config.http_max_sessions, config.http_max_sessions_per_ip, |_| ()),
             open: Mutex::default(),
             fetching: std::array::from_fn(|_| tokio::sync::Mutex::default()),
         }
@@ -148,19 +125,9 @@ impl Sessions {
         self.default_ttl
     }
 
-    /// Room for one more session or stream of an address.
-    pub(crate) fn seat(&self, address: IpAddr) -> Result<Seat, Refused> {
-        let Seats { max, per_address_max, .. } = *self.seats;
-        let address = AddressKey::from(address);
-        let mut taken = self.seats.taken.lock();
-        let here = taken.by_address.get(&address).copied().unwrap_or(0);
-        let is_full = max > 0 && taken.total >= max;
-        if is_full || per_address_max > 0 && here >= per_address_max {
-            return Err(Refused::max_sessions());
-        }
-        taken.by_address.insert(address, here + 1);
-        taken.total += 1;
-        Ok(Seat { seats: Arc::clone(&self.seats), address })
+    /// A permit for one more session or stream of an address.
+    pub(crate) fn permit(&self, address: IpAddr) -> Result<Permit, Refused> {
+        self.caps.take(address).map_err(|_| Refused::max_sessions())
     }
 
     /// What the client of a session that is used here said about itself.
@@ -218,19 +185,6 @@ impl Sessions {
     }
 }
 
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let mut taken = self.seats.taken.lock();
-        if let Some(here) = taken.by_address.get_mut(&self.address) {
-            *here -= 1;
-            if *here == 0 {
-                taken.by_address.remove(&self.address);
-            }
-        }
-        taken.total -= 1;
-    }
-}
-
 impl App {
     /// Gives up silent clients, for ever.
     pub(crate) async fn sweep(self: Arc<Self>) {
@@ -253,7 +207,7 @@ impl App {
         ttl: Span,
         metadata: BTreeMap<String, String>,
     ) -> Result<(SessionKey, Arc<Session>), Refused> {
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let label = name.map_or_else(|| peer.0.to_string(), str::to_owned);
         let caller = Caller::open_at(&self.service, Door::Grpc, label.into());
         if !caller.has_home() {
@@ -263,7 +217,7 @@ impl App {
         let SessionSecret(secret) = secret.ok_or_else(Refused::max_sessions)?;
         let ttl_ms = u32::try_from(ttl.0 / 1_000_000).ok();
         let key = SessionKey { secret, ttl_ms };
-        Ok((key, self.enter(key, caller, seat, peer, metadata)))
+        Ok((key, self.enter(key, caller, permit, peer, metadata)))
     }
 
     /// The session with this id, here or fetched from elsewhere. One that comes from elsewhere counts for `peer`.
@@ -289,11 +243,11 @@ impl App {
             }
             self.sessions.remove(key, &session);
         }
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let label = peer.0.to_string().into();
         let secret = SessionSecret(key.secret);
         match Caller::attach_at(&self.service, Door::Grpc, label, secret).await {
-            Some(caller) => Ok((key, self.enter(key, caller, seat, peer, BTreeMap::new()))),
+            Some(caller) => Ok((key, self.enter(key, caller, permit, peer, BTreeMap::new()))),
             None if self.is_ready() => Err(Refused::session_gone()),
             None => Err(Refused::unavailable()),
         }
@@ -303,7 +257,7 @@ impl App {
         &self,
         key: SessionKey,
         caller: Caller,
-        seat: Seat,
+        permit: Permit,
         peer: Peer,
         metadata: BTreeMap<String, String>,
     ) -> Arc<Session> {
@@ -316,7 +270,7 @@ impl App {
             in_flight: AtomicUsize::new(0),
             started: self.sessions.started,
             used_at: AtomicU64::new(0),
-            _seat: seat,
+            _permit: permit,
         });
         // Streams are told of everything else.
         session.caller.hear_only_losses();

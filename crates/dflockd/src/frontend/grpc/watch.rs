@@ -46,7 +46,7 @@ impl Watch for Api {
         let filter = Filter::new(&request)?;
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         check_place(&app, after)?;
         let pattern = match &filter.patterns[..] {
             [only] => only,
@@ -56,7 +56,7 @@ impl Watch for Api {
         let follower = follow.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let told = tokio::select! {
                 told = tell(&app, follower, &filter, &sender) => told,
                 () = sender.closed() => return,

@@ -43,7 +43,7 @@ use tokio::sync::Notify;
 use self::cors::Cors;
 use self::error::ApiError;
 use self::layers::Gate;
-pub(crate) use self::listen::Listener;
+pub(crate) use self::listen::listen;
 use self::origin::Hosts;
 use self::sessions::Sessions;
 use crate::config::Config;

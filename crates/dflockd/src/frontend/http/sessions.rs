@@ -15,7 +15,7 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
-use dflockd_engine::{AddressKey, Door, SessionSecret};
+use dflockd_engine::{Door, SessionSecret};
 use parking_lot::Mutex;
 use tokio::sync::MutexGuard;
 
@@ -24,6 +24,7 @@ use super::{App, Drain, Peer, Room, Shared};
 use crate::config::Config;
 use crate::frontend::auth::{LatestPass, Pass};
 use crate::frontend::caller::{Answer, Caller};
+use crate::frontend::caps::{Caps, Full, Permit};
 use crate::service::Service;
 
 /// The header that names the session.
@@ -41,30 +42,11 @@ pub(crate) struct SessionKey([u8; 16]);
 pub(crate) struct Sessions {
     /// Unit of the idle time, zero if sessions do not end by themselves.
     pub(crate) idle: Duration,
-    max: u64,
-    per_address_max: u64,
     started: Instant,
-    seats: Arc<Seats>,
+    caps: Arc<Caps>,
     open: Mutex<HashMap<SessionKey, Arc<Session>>>,
     /// One of these is held while a session is fetched, so that two requests do not take it from each other.
     fetching: [tokio::sync::Mutex<()>; FETCHES_MAX],
-}
-
-struct Seats {
-    service: Arc<Service>,
-    taken: Mutex<Taken>,
-}
-
-#[derive(Default)]
-struct Taken {
-    by_address: HashMap<AddressKey, u64>,
-    total: u64,
-}
-
-/// Room for one session or event stream, given back when dropped.
-pub(crate) struct Seat {
-    seats: Arc<Seats>,
-    address: AddressKey,
 }
 
 /// A session.
@@ -79,13 +61,13 @@ pub(crate) struct Session {
     /// Milliseconds after `started`.
     used_at: AtomicU64,
     /// Given back when the session ends, although a request may still know it.
-    seat: Mutex<Option<Seat>>,
+    permit: Mutex<Option<Permit>>,
 }
 
 /// The hidden session of an event stream. It counts like any other and ends when dropped.
 pub(crate) struct Hidden {
     caller: Caller,
-    _seat: Seat,
+    _permit: Permit,
 }
 
 /// A session whose turn it is.
@@ -99,17 +81,18 @@ struct Busy<'a>(&'a Session);
 
 impl Sessions {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
+        let max = match (config.http_max_sessions, config.max_sessions) {
+            // In a cluster all members count them together, with those of other APIs.
+            (max, _) if config.replicated().is_some() => max,
+            (0, max) | (max, 0) => max,
+            (http, all) => http.min(all),
+        };
+        let service = Arc::clone(service);
+        let gauge = move |count| service.metrics.set_http_sessions(count);
         Self {
             idle: config.http_session_idle_timeout,
-            max: match (config.http_max_sessions, config.max_sessions) {
-                // In a cluster all members count them together, with those of other APIs.
-                (max, _) if config.replicated().is_some() => max,
-                (0, max) | (max, 0) => max,
-                (http, all) => http.min(all),
-            },
-            per_address_max: config.http_max_sessions_per_ip,
             started: Instant::now(),
-            seats: Arc::new(Seats { service: Arc::clone(service), taken: Mutex::default() }),
+            caps: Caps::new(max, config.http_max_sessions_per_ip, gauge),
             open: Mutex::default(),
             fetching: std::array::from_fn(|_| tokio::sync::Mutex::default()),
         }
@@ -117,24 +100,15 @@ impl Sessions {
 
     /// How many sessions there are, hidden ones included.
     pub(crate) fn count(&self) -> u64 {
-        self.seats.taken.lock().total
+        self.caps.count()
     }
 
-    /// Room for one more session or stream of an address.
-    pub(crate) fn seat(&self, address: IpAddr) -> Result<Seat, ApiError> {
-        let address = AddressKey::from(address);
-        let mut taken = self.seats.taken.lock();
-        if self.max > 0 && taken.total >= self.max {
-            return Err(ApiError::max_sessions());
-        }
-        let here = taken.by_address.entry(address).or_default();
-        if self.per_address_max > 0 && *here >= self.per_address_max {
-            return Err(ApiError::max_sessions_per_ip());
-        }
-        *here += 1;
-        taken.total += 1;
-        self.seats.service.metrics.set_http_sessions(taken.total);
-        Ok(Seat { seats: Arc::clone(&self.seats), address })
+    /// A permit for one more session or stream of an address.
+    pub(crate) fn permit(&self, address: IpAddr) -> Result<Permit, ApiError> {
+        self.caps.take(address).map_err(|full| match full {
+            Full::Total => ApiError::max_sessions(),
+            Full::Address => ApiError::max_sessions_per_ip(),
+        })
     }
 
     /// How long to wait between two sweeps.
@@ -194,20 +168,6 @@ impl Sessions {
     }
 }
 
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let mut taken = self.seats.taken.lock();
-        if let Some(here) = taken.by_address.get_mut(&self.address) {
-            *here -= 1;
-            if *here == 0 {
-                taken.by_address.remove(&self.address);
-            }
-        }
-        taken.total -= 1;
-        self.seats.service.metrics.set_http_sessions(taken.total);
-    }
-}
-
 impl App {
     /// A new session, and its id.
     pub(crate) async fn open_session(
@@ -215,7 +175,7 @@ impl App {
         peer: Peer,
         label: Option<String>,
     ) -> Result<String, ApiError> {
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let label = label.unwrap_or_else(|| peer.0.to_string());
         let caller = Caller::open(&self.service, label.into());
         let key = match self.service.engine.replicated() {
@@ -228,7 +188,7 @@ impl App {
                 Err(_) => return Err(ApiError::session_create_failed()),
             },
         };
-        self.enter(key, caller, seat, peer);
+        self.enter(key, caller, permit, peer);
         Ok(key.text())
     }
 
@@ -273,10 +233,10 @@ impl App {
             }
             self.sessions.remove(key, &session);
         }
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let label = peer.0.to_string().into();
         match Caller::attach(&self.service, label, SessionSecret(key.0)).await {
-            Some(caller) => Ok(self.enter(key, caller, seat, peer)),
+            Some(caller) => Ok(self.enter(key, caller, permit, peer)),
             None => {
                 let member = self.service.engine.replicated();
                 let is_ready = member.is_some_and(|member| member.is_ready());
@@ -285,7 +245,7 @@ impl App {
         }
     }
 
-    fn enter(&self, key: SessionKey, caller: Caller, seat: Seat, peer: Peer) -> Arc<Session> {
+    fn enter(&self, key: SessionKey, caller: Caller, permit: Permit, peer: Peer) -> Arc<Session> {
         let session = Arc::new(Session {
             caller,
             pass: LatestPass::new(peer.1),
@@ -294,7 +254,7 @@ impl App {
             in_flight: AtomicUsize::new(0),
             started: self.sessions.started,
             used_at: AtomicU64::new(0),
-            seat: Mutex::new(Some(seat)),
+            permit: Mutex::new(Some(permit)),
         });
         session.touch();
         self.sessions.open.lock().insert(key, Arc::clone(&session));
@@ -314,7 +274,7 @@ impl App {
         }
         self.sessions.remove(key, &session);
         session.caller.close();
-        session.seat.lock().take();
+        session.permit.lock().take();
         Ok(())
     }
 
@@ -337,10 +297,10 @@ impl App {
 
     /// A session for an event stream of this peer.
     pub(crate) fn hidden(&self, peer: Peer, room: &Room, label: &str) -> Result<Hidden, ApiError> {
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let pushes = Arc::clone(&room.0.pushes);
         let caller = Caller::open_with(&self.service, Door::Http, label.into(), pushes);
-        Ok(Hidden { caller, _seat: seat })
+        Ok(Hidden { caller, _permit: permit })
     }
 }
 
@@ -396,12 +356,12 @@ impl Session {
     fn abandon(&self) {
         // Only those of a cluster are kept; the others end, and are not found when it is asked.
         self.caller.detach(self.pass.get());
-        self.seat.lock().take();
+        self.permit.lock().take();
     }
 
     pub(crate) fn revoke(&self) {
         self.caller.revoke();
-        self.seat.lock().take();
+        self.permit.lock().take();
     }
 
     /// Waits for the session's turn. From now on it is in use.

@@ -30,9 +30,10 @@ use super::answer::{self, Decimal};
 use super::body::{self, KEY_BYTES_MAX, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
-use super::sessions::{Hidden, Seat};
+use super::sessions::Hidden;
 use super::{App, Peer, Room, Shared, fields};
 use crate::frontend::auth::{Pass, TokenKind};
+use crate::frontend::caps::Permit;
 use crate::frontend::feed::{Compacted, Follower};
 use crate::frontend::line::translate;
 
@@ -182,12 +183,12 @@ async fn watch(
         None => query.after.as_deref(),
     };
     let mut after = seen.map(fields::revision).transpose()?;
-    let seat = app.sessions.seat(peer.0)?;
+    let permit = app.sessions.permit(peer.0)?;
     let lost = strange_place(&app, after);
     after = lost.or(after);
     let follow = app.service.feed.follow(pattern, 1, after);
     let follower = follow.await.map_err(ApiError::refused)?;
-    let changes = Changes { follower, lost, _seat: seat };
+    let changes = Changes { follower, lost, _permit: permit };
     Ok(stream(&app, peer, cut, changes))
 }
 
@@ -262,7 +263,7 @@ struct Changes {
     follower: Follower,
     /// Changes up to this one can not be told, and the client does not know it yet.
     lost: Option<Revision>,
-    _seat: Seat,
+    _permit: Permit,
 }
 
 impl Source for Changes {

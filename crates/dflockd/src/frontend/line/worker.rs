@@ -8,7 +8,7 @@
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,6 +22,7 @@ use slab::Slab;
 
 use super::Peers;
 use super::socket::{Cause, Next, Peer};
+use crate::frontend::caps::Permit;
 use crate::service::Service;
 use crate::telemetry::ConnectionTrace;
 
@@ -55,7 +56,7 @@ pub(super) struct Worker {
 /// What a worker is told to do.
 pub(super) enum Order {
     /// Serve this connection.
-    Join(TcpStream, SocketAddr),
+    Join(TcpStream, SocketAddr, Permit),
     /// Somebody else did something with the connection in this place, which may be another by now.
     Look(usize),
     /// End all waits.
@@ -156,7 +157,6 @@ struct Turns {
 
 struct Member {
     peer: Arc<Peer>,
-    address: IpAddr,
     /// When the worker looks at the time for it.
     looks_at: Timestamp,
     /// It has ended, and waits for the client to see that.
@@ -165,6 +165,8 @@ struct Member {
     comes_again: bool,
     /// Ends with it.
     trace: Option<Box<ConnectionTrace>>,
+    /// Given back after the socket is closed: the next connection needs its descriptor.
+    _permit: Permit,
 }
 
 impl Turns {
@@ -305,7 +307,7 @@ impl Turns {
         let mut orders = std::mem::take(&mut *self.worker.orders.lock());
         for order in orders.drain(..) {
             match order {
-                Order::Join(stream, address) => self.join(stream, address),
+                Order::Join(stream, address, permit) => self.join(stream, address, permit),
                 Order::Look(slot) => self.turn(slot, Cause::Called),
                 Order::Drain => {
                     for slot in self.slots() {
@@ -327,15 +329,20 @@ impl Turns {
         true
     }
 
-    fn join(&mut self, stream: TcpStream, address: SocketAddr) {
-        let opened = catch_unwind(AssertUnwindSafe(|| self.open(stream, address)));
+    fn join(&mut self, stream: TcpStream, address: SocketAddr, permit: Permit) {
+        let opened = catch_unwind(AssertUnwindSafe(|| self.open(permit, stream, address)));
         if let Err(error) = opened.unwrap_or_else(|_| Err(io::Error::other("panic"))) {
             tracing::debug!(peer = %address, %error, "connection failed");
-            self.leave(address.ip());
+            self.worker.connections.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    fn open(&mut self, mut stream: TcpStream, address: SocketAddr) -> io::Result<()> {
+    fn open(
+        &mut self,
+        permit: Permit,
+        mut stream: TcpStream,
+        address: SocketAddr,
+    ) -> io::Result<()> {
         if self.members.len() == self.members.capacity() {
             // A quarter at a time: doubling would leave up to half of the memory unused.
             self.members.reserve_exact((self.members.len() / 4).max(16));
@@ -349,11 +356,11 @@ impl Turns {
         let telemetry = self.worker.service.telemetry.as_ref();
         self.members.insert(Member {
             peer,
-            address: address.ip(),
             looks_at: Timestamp::NEVER,
             lingers: false,
             comes_again: false,
             trace: telemetry.map(|telemetry| Box::new(telemetry.connection(address))),
+            _permit: permit,
         });
         self.turn(slot, Cause::Called);
         Ok(())
@@ -384,15 +391,7 @@ impl Turns {
         let mut member = self.members.remove(slot);
         member.trace = None;
         self.timers.remove(&(member.looks_at, slot));
-        let address = member.address;
-        // The socket first: whoever gets the place needs its descriptor.
-        drop(member);
-        self.leave(address);
-    }
-
-    fn leave(&self, address: IpAddr) {
         self.worker.connections.fetch_sub(1, Ordering::Relaxed);
-        self.peers.leave_seat(address);
     }
 
     fn close_all(&mut self) {
