@@ -12,7 +12,7 @@ use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
 use crate::replica::machine::Machine;
 use crate::replica::types::Action;
-use crate::replicated::Replicated;
+use crate::replicated::{Leader, Replicated, View};
 use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
@@ -63,6 +63,37 @@ impl Engine {
         match self {
             Self::Memory(_) => None,
             Self::Replicated(member) => Some(member),
+        }
+    }
+
+    /// The cluster as this process sees it; none if it is no member of one.
+    #[must_use]
+    pub fn view(&self) -> Option<View> {
+        self.replicated().map(|member| member.view())
+    }
+
+    /// Whether requests that change something are served by this process.
+    ///
+    /// # Errors
+    ///
+    /// If another member of the cluster is the leader: where that is.
+    pub fn leadership(&self) -> Result<(), Leader> {
+        self.replicated().map_or(Ok(()), |member| member.leadership())
+    }
+
+    /// Whether requests are served by this process: a witness serves none, and some are only for the leader.
+    ///
+    /// # Errors
+    ///
+    /// If not: where the leader is.
+    pub fn serves(&self, leader_only: bool) -> Result<(), Leader> {
+        match self {
+            // It may lead for a moment, but is nobody to send clients to.
+            Self::Replicated(member) if member.is_witness() => {
+                Err(member.leadership().err().unwrap_or_default())
+            }
+            Self::Replicated(member) if leader_only => member.leadership(),
+            Self::Memory(_) | Self::Replicated(_) => Ok(()),
         }
     }
 

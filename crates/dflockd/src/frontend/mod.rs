@@ -3,6 +3,7 @@
 //! protocol: bytes in, commands out, outcomes back.
 
 pub(crate) mod accept;
+pub(crate) mod admission;
 pub(crate) mod auth;
 pub(crate) mod budget;
 pub(crate) mod caller;

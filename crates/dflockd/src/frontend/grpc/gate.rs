@@ -25,7 +25,7 @@ use super::error::Refused;
 use super::sessions::Told;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
-use crate::config::FollowerMode;
+use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
 use crate::frontend::caller::Answer;
@@ -291,19 +291,14 @@ impl App {
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(peer);
         }
-        if self.service.is_draining() {
-            return Err(Turned::Away(Refused::draining()));
-        }
-        let Some(member) = self.service.engine.replicated() else { return Ok(peer) };
-        let redirects = self.service.follower_mode == FollowerMode::Redirect;
-        if !redirects && !member.is_witness() {
-            return Ok(peer);
-        }
-        let view = member.view();
-        if view.is_leader() && !member.is_witness() {
-            return Ok(peer);
-        }
-        Err(Turned::Away(Refused::not_leader(view.leader_addr(), view.leader_grpc_addr())))
+        let served = self.service.check_served(self.service.redirects(false));
+        served.map_err(|why| match why {
+            NotServed::Draining => Turned::Away(Refused::draining()),
+            NotServed::NotLeader(leader) => {
+                Turned::Away(Refused::not_leader(leader.line.as_deref(), leader.grpc.as_deref()))
+            }
+        })?;
+        Ok(peer)
     }
 }
 

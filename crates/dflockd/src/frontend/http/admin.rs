@@ -20,10 +20,10 @@ use super::answer::{self, Decimal, StatusBody};
 use super::body::{self, Json, Key, Query, reply};
 use super::contract::{AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals};
 use super::error::ApiError;
+use super::layers::not_leader;
 use super::look::fitting;
 use super::{Admin, App, Peer, Shared, fields};
 use crate::audit::{By, Deed, Record, whole};
-use crate::config::FollowerMode;
 use crate::operate::{self, is_address, is_node};
 use crate::report::json_bytes;
 
@@ -302,18 +302,15 @@ impl App {
     responses((status = 200, description = "It can.", body = StatusBody), NoCluster, Refusals)
 )]
 async fn read_index(State(app): State<Shared>) -> Result<Response, ApiError> {
-    let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
-    let not_leader = || {
-        let view = member.view();
-        ApiError::not_leader(view.leader_addr(), view.leader_http_addr())
-    };
-    if app.service.follower_mode == FollowerMode::Redirect && member.leadership().is_err() {
-        return Err(not_leader());
+    let view = || app.service.engine.view().ok_or_else(ApiError::cluster_disabled);
+    view()?;
+    if app.service.redirects(false) {
+        app.service.engine.leadership().map_err(|leader| not_leader(&leader))?;
     }
     if app.common().barrier().await == Ok(Outcome::Done) {
         Ok(reply(&StatusBody { status: "ok" }))
     } else {
-        Err(not_leader())
+        Err(not_leader(&view()?.leader()))
     }
 }
 

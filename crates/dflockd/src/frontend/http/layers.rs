@@ -15,14 +15,14 @@ use axum::http::{HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
-use dflockd_engine::Door;
+use dflockd_engine::{Door, Leader};
 use tokio::time::Sleep;
 use tower::{Layer, Service};
 
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
 use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
-use crate::config::FollowerMode;
+use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
 use crate::telemetry::RequestTrace;
 
@@ -166,21 +166,18 @@ impl App {
 
     /// Refuses what this server does not do now, or never does itself.
     fn is_served_here(&self, method: &Method) -> Result<(), ApiError> {
-        if self.service.is_draining() {
-            return Err(ApiError::draining());
-        }
-        let Some(member) = self.service.engine.replicated() else { return Ok(()) };
         let changes = *method != Method::GET && *method != Method::HEAD;
-        let redirects = self.service.follower_mode == FollowerMode::Redirect && changes;
-        if !member.is_witness() && !redirects {
-            return Ok(());
-        }
-        let view = member.view();
-        if view.is_leader() && !member.is_witness() {
-            return Ok(());
-        }
-        Err(ApiError::not_leader(view.leader_addr(), view.leader_http_addr()))
+        let served = self.service.check_served(changes && self.service.redirects(false));
+        served.map_err(|why| match why {
+            NotServed::Draining => ApiError::draining(),
+            NotServed::NotLeader(leader) => not_leader(&leader),
+        })
     }
+}
+
+/// Tells where the leader is.
+pub(super) fn not_leader(leader: &Leader) -> ApiError {
+    ApiError::not_leader(leader.line.as_deref(), leader.http.as_deref())
 }
 
 /// Tells how to authenticate.

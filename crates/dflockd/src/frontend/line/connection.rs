@@ -27,7 +27,7 @@ pub(crate) use self::inbox::push_bytes;
 pub use self::inbox::{Inbox, Message, Text};
 use self::undecided::Undecided;
 use crate::audit::{By, Deed, Via};
-use crate::config::FollowerMode;
+use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
 use crate::frontend::line::translate::{self, Asked, Wishes};
@@ -376,8 +376,7 @@ impl Connection {
     pub fn handle_drain(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
         if self.undecided.take_if(|undecided| undecided.again_at.is_some()).is_some() {
-            self.respond(None, &Response::Error(ErrorCode::Draining));
-            self.close();
+            self.refuse_for_drain(None);
             return self.arm();
         }
         let open = self.open.iter().flat_map(|open| open.iter());
@@ -744,9 +743,9 @@ impl Connection {
         if self.phase == Phase::Stranger {
             return self.handle_stranger(op, frame);
         }
+        // A request that makes no sense is refused for that reason, too.
         if self.service.is_draining() {
-            self.respond(frame.number, &Response::Error(ErrorCode::Draining));
-            return self.close();
+            return self.refuse_for_drain(frame.number);
         }
         if self.numbered && frame.number.is_none() {
             return self.reject(self.no_number(), ParseError::BAD_NUMBER);
@@ -779,12 +778,17 @@ impl Connection {
             return self.refuse(None);
         };
         if self.service.is_draining() {
-            self.respond(None, &Response::Error(ErrorCode::Draining));
-            return self.close();
+            return self.refuse_for_drain(None);
         }
         self.pass = pass;
         self.phase = Phase::Ready;
         self.respond(None, &Response::Ok);
+    }
+
+    /// Refuses a request because the server shuts down, and closes.
+    fn refuse_for_drain(&mut self, number: Option<u64>) {
+        self.respond(number, &Response::Error(ErrorCode::Draining));
+        self.close();
     }
 
     /// Refuses a request for its token and closes, both after a pause.
@@ -814,8 +818,12 @@ impl Connection {
         request: &Request<'_>,
         pokes: &mut Pokes,
     ) {
-        if let Some(leader) = self.elsewhere(op) {
-            return self.respond(number, &Response::NotLeader(leader.as_deref()));
+        match self.check_served(op) {
+            Ok(()) => {}
+            Err(NotServed::Draining) => return self.refuse_for_drain(number),
+            Err(NotServed::NotLeader(leader)) => {
+                return self.respond(number, &Response::NotLeader(leader.line.as_deref()));
+            }
         }
         let was_fresh = std::mem::replace(&mut self.fresh, false);
         let id = self.request_id(number);
@@ -883,22 +891,14 @@ impl Connection {
         }
     }
 
-    /// Where the client should ask instead, if it should.
-    fn elsewhere(&self, op: Op) -> Option<Option<String>> {
-        let member = self.service.engine.replicated()?;
+    /// Whether a request is served here and now.
+    fn check_served(&self, op: Op) -> Result<(), NotServed> {
         if matches!(op, Op::Auth | Op::Ping | Op::Stats | Op::Cluster) {
-            return None;
-        }
-        if member.is_witness() {
-            return Some(member.leadership().err().flatten());
+            return Ok(());
         }
         let is_own = matches!(op, Op::StableRef | Op::Hello | Op::Cancel | Op::Ack);
-        let wanted = match self.service.follower_mode {
-            FollowerMode::Redirect => true,
-            FollowerMode::Forward => false,
-            FollowerMode::Auto => self.has_reference || self.wants_redirect,
-        };
-        if is_own || !wanted { None } else { member.leadership().err() }
+        let redirects = self.service.redirects(self.has_reference || self.wants_redirect);
+        self.service.check_served(redirects && !is_own)
     }
 
     /// Requests about the connection or the server.
