@@ -26,13 +26,11 @@ use super::sessions::Told;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
 use crate::frontend::caller::Answer;
 use crate::metrics::{GrpcMethod, Streams};
 
-/// Whoever guesses tokens has to wait this long for each answer.
-pub(super) const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
 /// What who guesses tokens is told.
 pub(super) const TOO_MANY: &str = "too many wrong tokens from this address";
 /// Asked by machines that watch this one; always answered.
@@ -128,7 +126,7 @@ impl Service<Request<Body>> for Gated {
         };
         let app = Arc::clone(&self.app);
         let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
-        let pass = Revocable { app: Arc::clone(&self.app), pass, revoked: None };
+        let pass = Revocable::new(&self.app.service, Door::Grpc, pass);
         Passing { step, call: Some(call), drained, pass: Some(pass), budget }
     }
 }
@@ -161,45 +159,6 @@ type Drained = Pin<Box<dyn Future<Output = ()> + Send>>;
 fn drained(app: &Arc<App>) -> Drained {
     let app = Arc::clone(app);
     Box::pin(async move { app.drained().await })
-}
-
-/// The token that a call came with.
-struct Revocable {
-    app: Arc<App>,
-    pass: Pass,
-    /// Ready when it is no longer valid; made when the call has to wait.
-    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-}
-
-impl Revocable {
-    /// Whether the token is no longer valid now.
-    fn is_gone(&self) -> bool {
-        let auth = &self.app.service.auth;
-        let is_gone = self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass);
-        if is_gone {
-            self.app.service.metrics.revoked(Door::Grpc);
-        }
-        is_gone
-    }
-
-    /// Whether the token is no longer valid; if not, the task is woken when that changes.
-    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.pass == Pass::OPEN {
-            return false;
-        }
-        let (app, pass) = (&self.app, self.pass);
-        let revoked = self.revoked.get_or_insert_with(|| {
-            let app = Arc::clone(app);
-            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
-        });
-        let is_revoked = revoked.as_mut().poll(cx).is_ready();
-        if is_revoked {
-            self.app.service.metrics.revoked(Door::Grpc);
-            // It is told once, and not looked at any more.
-            self.pass = Pass::OPEN;
-        }
-        is_revoked
-    }
 }
 
 /// A call that is counted when it ends.
@@ -277,7 +236,9 @@ impl App {
         let admitted = self.service.admit_bearer(Door::Grpc, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Turned::Away(Refused::rate_limited(TOO_MANY)),
-            Denied::Wrong | Denied::Disabled => Turned::AwayLater(Refused::unauthenticated()),
+            Denied::Wrong | Denied::Disabled | Denied::Unaudited => {
+                Turned::AwayLater(Refused::unauthenticated())
+            }
         })?;
         if let Some(usage) = request.extensions().get::<Usage>() {
             usage.authenticate();

@@ -21,9 +21,9 @@ use tower::{Layer, Service};
 
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
-use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
+use super::{App, Peer, Shared, origin};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::telemetry::RequestTrace;
 
 /// Puts [`Gated`] around each route.
@@ -119,8 +119,9 @@ impl Service<Request> for Gated {
                 }
             }
         };
-        let (app, revoked) = (Shared::clone(app), None);
-        Passing { step, app, method, template, allowed, begun, trace, pass, revoked }
+        let pass = Revocable::new(&app.service, Door::Http, pass);
+        let app = Shared::clone(app);
+        Passing { step, app, method, template, allowed, begun, trace, pass }
     }
 }
 
@@ -155,7 +156,9 @@ impl App {
         let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Refused::Now(ApiError::auth_throttled()),
-            Denied::Wrong | Denied::Disabled => Refused::Later(challenge(ApiError::unauthorized())),
+            Denied::Wrong | Denied::Disabled | Denied::Unaudited => {
+                Refused::Later(challenge(ApiError::unauthorized()))
+            }
         })?;
         // What was asked of this server is told by no other.
         if kind == Kind::Api && request.uri().path() != AUDIT {
@@ -194,31 +197,7 @@ pub(crate) struct Passing {
     allowed: Option<Allowed>,
     begun: Instant,
     trace: Option<Box<RequestTrace>>,
-    /// The token it came with.
-    pass: Pass,
-    /// Ready when that is no longer valid; made when the request has to wait.
-    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-}
-
-impl Passing {
-    /// Whether the token of the request, if it came with one, is no longer valid now.
-    fn is_gone(&self) -> bool {
-        let auth = &self.app.service.auth;
-        self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass)
-    }
-
-    /// Whether the token of a request that waits is no longer valid.
-    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.pass == Pass::OPEN {
-            return false;
-        }
-        let (app, pass) = (&self.app, self.pass);
-        let revoked = self.revoked.get_or_insert_with(|| {
-            let app = Shared::clone(app);
-            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
-        });
-        revoked.as_mut().poll(cx).is_ready()
-    }
+    pass: Revocable,
 }
 
 enum Step {
@@ -237,13 +216,11 @@ impl Future for Passing {
             Step::Route(route) => match Pin::new(route).poll(cx) {
                 // Its session went with the token, or it was granted what another one lost with it: what is not told
                 // is given back.
-                Poll::Ready(Ok(_)) if this.is_gone() => {
-                    this.app.service.metrics.revoked(Door::Http);
+                Poll::Ready(Ok(_)) if this.pass.is_gone() => {
                     Some(challenge(ApiError::revoked()).into_response())
                 }
                 Poll::Ready(Ok(response)) => Some(response),
-                Poll::Pending if this.is_revoked(cx) => {
-                    this.app.service.metrics.revoked(Door::Http);
+                Poll::Pending if this.pass.is_revoked(cx) => {
                     Some(challenge(ApiError::revoked()).into_response())
                 }
                 Poll::Pending => None,

@@ -51,11 +51,7 @@ use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
 use crate::frontend::budget::{Budget, Pieces};
 use crate::frontend::caller::{Caller, Common};
 use crate::frontend::rate::{self, RateLimit};
-use crate::logging;
 use crate::service::{ANSWER_BYTES_MAX, Service};
-
-/// Whoever guesses tokens has to wait this long for each answer.
-const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
 
 /// What all requests share.
 pub(crate) struct App {
@@ -260,15 +256,12 @@ impl FromRequestParts<Shared> for Admin {
 
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
         let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
-        match app.service.admit_admin(Door::Http, origin, &parts.headers) {
-            // What can not be written down is not done.
-            Ok(_) if !logging::audit_has_room() => return Err(ApiError::unavailable()),
-            Ok(_) => return Ok(Self),
-            Err(Denied::Disabled) => return Err(ApiError::admin_disabled()),
-            Err(Denied::TooMany) => return Err(ApiError::auth_throttled()),
-            Err(Denied::Wrong) => {}
-        }
-        tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
-        Err(ApiError::admin_unauthorized())
+        let admitted = app.service.admit_admin(Door::Http, origin, &parts.headers).await;
+        admitted.map(|_| Self).map_err(|denied| match denied {
+            Denied::Wrong => ApiError::admin_unauthorized(),
+            Denied::TooMany => ApiError::auth_throttled(),
+            Denied::Disabled => ApiError::admin_disabled(),
+            Denied::Unaudited => ApiError::unavailable(),
+        })
     }
 }

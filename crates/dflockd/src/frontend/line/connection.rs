@@ -28,11 +28,10 @@ pub use self::inbox::{Inbox, Message, Text};
 use self::undecided::Undecided;
 use crate::audit::{By, Deed, Via};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
 use crate::frontend::line::translate::{self, Asked, Wishes};
 use crate::frontend::pool::Pool;
-use crate::logging;
 use crate::operate::{self, Backup};
 use crate::report;
 use crate::service::{ANSWER_BYTES_MAX, Service};
@@ -49,8 +48,6 @@ const TEXTS_MAX: usize = 64;
 const OPEN_MAX: usize = 65_536;
 /// How long an answer from behind a log is waited for when the client sends nothing more and the request may wait.
 const LINGER: Span = Span::from_millis(250);
-/// The pause before a failed authentication is answered and the connection closed.
-const AUTH_PAUSE: Span = Span::from_millis(100);
 /// How long a client whose token was dropped has to read that.
 const LAST_WORD: Span = Span::from_millis(500);
 /// What may be kept of a request before its client has authenticated, unless a valid token is longer.
@@ -794,7 +791,7 @@ impl Connection {
     /// Refuses a request for its token and closes, both after a pause.
     fn refuse(&mut self, number: Option<u64>) {
         self.refusal = Some(number);
-        self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+        self.phase = Phase::Closing(self.now + WRONG_TOKEN_PAUSE.into());
     }
 
     /// How much of a request is kept before its client has authenticated.
@@ -837,13 +834,14 @@ impl Connection {
         | Request::Cluster { token, .. } = *request
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
         {
-            if self.service.admit(TokenKind::Admin, Door::Line, &self.origin, Some(token)).is_err()
-            {
-                return self.refuse(number);
-            }
-            // What can not be written down is not done.
-            if !logging::audit_has_room() {
-                return self.respond(number, &Response::Error(ErrorCode::Error));
+            match self.service.admit_operator(Door::Line, &self.origin, Some(token)) {
+                Ok(_) => {}
+                Err(Denied::Unaudited) => {
+                    return self.respond(number, &Response::Error(ErrorCode::Error));
+                }
+                Err(Denied::Wrong | Denied::TooMany | Denied::Disabled) => {
+                    return self.refuse(number);
+                }
             }
         }
         match translate::ask(request, rand::random) {
