@@ -171,12 +171,6 @@ impl Running {
         mut signals: mpsc::UnboundedReceiver<Signal>,
         stopping: impl FnOnce(),
     ) -> anyhow::Result<()> {
-        let failed = async {
-            match self.service.engine.replicated() {
-                Some(member) => member.failed().await,
-                None => std::future::pending().await,
-            }
-        };
         let told = async {
             let mut reloads = false;
             loop {
@@ -195,7 +189,7 @@ impl Running {
         };
         tokio::select! {
             () = told => {}
-            why = failed => {
+            why = self.service.engine.failed() => {
                 // Nothing is answered any more, so nobody is kept waiting for it.
                 self.peers.close();
                 anyhow::bail!(why);
@@ -205,13 +199,9 @@ impl Running {
         if let Some(http) = &self.http {
             http.app.drain.leave();
         }
-        if let Some(member) = self.service.engine.replicated() {
-            member.hand_over().await;
-        }
+        self.service.engine.hand_over().await;
         self.drain(&mut signals).await;
-        if let Some(member) = self.service.engine.replicated() {
-            member.settle().await;
-        }
+        self.service.engine.settle().await;
         self.service.engine.stop();
         telemetry::stop(&self.service).await;
         Ok(())

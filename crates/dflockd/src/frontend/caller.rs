@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
-use dflockd_engine::replica::types::Run;
 use dflockd_engine::{
     Attaching, Attachment, Door, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
 };
@@ -161,8 +160,7 @@ impl Caller {
             waiting.or_else(|| state.left.get(&request).copied())
         };
         // The log of a cluster is one place, so what was asked through another member is withdrawn as well.
-        let anywhere = || engine.replicated().map(|_| engine.place(b""));
-        if let Some(place) = known.or_else(anywhere) {
+        if let Some(place) = known.or_else(|| engine.only_place()) {
             let mut pokes = Pokes::new();
             engine.cancel(&self.me, request, place, &mut pokes);
             pokes.run();
@@ -237,7 +235,7 @@ impl Caller {
     /// Whether the session can be used at all: one that was opened before this member of a cluster had taken its place
     /// is never answered.
     pub(crate) fn has_home(&self) -> bool {
-        self.service.engine.replicated().is_none() || Run::of(self.id()) != Run(0)
+        self.service.engine.answers(self.id())
     }
 
     /// Waits until the session is over.

@@ -78,7 +78,7 @@ impl Service {
         let caller = Caller::open_at(&self, Door::Line, "revocation".into());
         for session in waiting {
             let id = session.id();
-            let ended = if self.engine.replicated().is_some() {
+            let ended = if self.engine.is_replicated() {
                 caller.end_session(id).await.is_ok()
             } else {
                 let mut pokes = Pokes::new();

@@ -130,8 +130,7 @@ impl App {
 
     /// Whether calls are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
-        let member = self.service.engine.replicated();
-        !self.service.is_draining() && member.is_none_or(|member| member.is_ready())
+        !self.service.is_draining() && self.service.engine.is_ready()
     }
 }
 

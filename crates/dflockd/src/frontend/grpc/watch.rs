@@ -47,7 +47,9 @@ impl Watch for Api {
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);
         let permit = app.sessions.permit(peer)?;
-        check_place(&app, after)?;
+        if let Some(now) = app.service.feed.before(after) {
+            return Err(compacted(now).into());
+        }
         let pattern = match &filter.patterns[..] {
             [only] => only,
             _ => EVERYTHING,
@@ -68,18 +70,6 @@ impl Watch for Api {
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(news))))
     }
-}
-
-/// A place that the history has not reached is one of an earlier process. In a cluster it is only this member that may
-/// be behind.
-fn check_place(app: &App, after: Option<Revision>) -> Result<(), Refused> {
-    if app.service.engine.replicated().is_none()
-        && let Some(now) = app.service.engine.revision()
-        && after > Some(now)
-    {
-        return Err(compacted(now));
-    }
-    Ok(())
 }
 
 fn compacted(upto: Revision) -> Refused {

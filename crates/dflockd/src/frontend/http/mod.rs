@@ -118,7 +118,7 @@ impl App {
 
     /// Whether requests are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
-        self.service.engine.replicated().is_none_or(|member| member.is_ready())
+        self.service.engine.is_ready()
     }
 
     /// Ends the sessions that came with a token that is no longer valid. Streams and requests that wait see it

@@ -56,15 +56,13 @@ async fn health() -> Response {
     ),
 )]
 async fn ready(State(app): State<Shared>) -> Response {
-    let role = app.service.engine.replicated().and_then(|member| {
-        if member.is_witness() {
-            return Some("witness");
-        }
-        match member.view().status {
-            None => Some("joining"),
-            Some(status) => Some(status.role).filter(|role| *role == "learner"),
-        }
-    });
+    let engine = &app.service.engine;
+    let role = match engine.view().map(|view| view.status) {
+        Some(_) if engine.is_witness() => Some("witness"),
+        Some(None) => Some("joining"),
+        Some(Some(status)) => Some(status.role).filter(|role| *role == "learner"),
+        None => None,
+    };
     let unavailable =
         |status| reply_with(StatusCode::SERVICE_UNAVAILABLE, &Condition { status, role });
     if app.drain.is_leaving() {

@@ -178,15 +178,17 @@ impl App {
         let permit = self.sessions.permit(peer.0)?;
         let label = label.unwrap_or_else(|| peer.0.to_string());
         let caller = Caller::open(&self.service, label.into());
-        let key = match self.service.engine.replicated() {
-            None => SessionKey(rand::random()),
-            Some(_) if !caller.has_home() => return Err(ApiError::unavailable()),
-            Some(member) => match caller.keep().await {
+        let key = if !self.service.engine.is_replicated() {
+            SessionKey(rand::random())
+        } else if !caller.has_home() {
+            return Err(ApiError::unavailable());
+        } else {
+            match caller.keep().await {
                 Ok(Some(SessionSecret(secret))) => SessionKey(secret),
                 Ok(None) => return Err(ApiError::max_sessions()),
-                Err(_) if !member.is_ready() => return Err(ApiError::unavailable()),
+                Err(_) if !self.is_ready() => return Err(ApiError::unavailable()),
                 Err(_) => return Err(ApiError::session_create_failed()),
-            },
+            }
         };
         self.enter(key, caller, permit, peer);
         Ok(key.text())
@@ -216,10 +218,10 @@ impl App {
             session.pass.set(peer.1);
             return Ok((key, session));
         }
-        match self.service.engine.replicated() {
-            None => Err(ApiError::session_gone()),
-            Some(_) => self.fetch(key, peer).await.map(|session| (key, session)),
+        if !self.service.engine.is_replicated() {
+            return Err(ApiError::session_gone());
         }
+        self.fetch(key, peer).await.map(|session| (key, session))
     }
 
     /// Takes over a session that another member of the cluster had.
@@ -237,11 +239,8 @@ impl App {
         let label = peer.0.to_string().into();
         match Caller::attach(&self.service, label, SessionSecret(key.0)).await {
             Some(caller) => Ok(self.enter(key, caller, permit, peer)),
-            None => {
-                let member = self.service.engine.replicated();
-                let is_ready = member.is_some_and(|member| member.is_ready());
-                Err(if is_ready { ApiError::session_gone() } else { ApiError::unavailable() })
-            }
+            None if self.is_ready() => Err(ApiError::session_gone()),
+            None => Err(ApiError::unavailable()),
         }
     }
 
@@ -265,7 +264,7 @@ impl App {
     /// unless the policy says otherwise.
     pub(crate) async fn close_session(&self, id: &[u8], peer: Peer) -> Result<(), ApiError> {
         let (key, session) = self.session_by_id(id, peer).await?;
-        if self.service.engine.replicated().is_some() {
+        if self.service.engine.is_replicated() {
             self.end_kept(&session).await.inspect_err(|error| {
                 if error.status == StatusCode::GONE {
                     self.sessions.remove(key, &session);

@@ -31,7 +31,7 @@ use super::body::{self, KEY_BYTES_MAX, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
 use super::sessions::Hidden;
-use super::{App, Peer, Room, Shared, fields};
+use super::{Peer, Room, Shared, fields};
 use crate::frontend::auth::{Pass, TokenKind};
 use crate::frontend::caps::Permit;
 use crate::frontend::feed::{Compacted, Follower};
@@ -184,21 +184,12 @@ async fn watch(
     };
     let mut after = seen.map(fields::revision).transpose()?;
     let permit = app.sessions.permit(peer.0)?;
-    let lost = strange_place(&app, after);
+    let lost = app.service.feed.before(after);
     after = lost.or(after);
     let follow = app.service.feed.follow(pattern, 1, after);
     let follower = follow.await.map_err(ApiError::refused)?;
     let changes = Changes { follower, lost, _permit: permit };
     Ok(stream(&app, peer, cut, changes))
-}
-
-/// Where the history is, if a client comes with a place that it has not reached: one of an earlier process whose clock
-/// was ahead. In a cluster it is only this member that may be behind.
-fn strange_place(app: &App, after: Option<Revision>) -> Option<Revision> {
-    if app.service.engine.replicated().is_some() {
-        return None;
-    }
-    app.service.engine.revision().filter(|now| after > Some(*now))
 }
 
 fn required(pattern: Option<&str>) -> Result<&str, ApiError> {

@@ -261,7 +261,7 @@ impl Connection {
             self.pending.extend_from_slice(bytes);
             self.resume(pokes);
         }
-        let replicated = self.service.engine.replicated().is_some();
+        let replicated = self.service.engine.is_replicated();
         if self.is_blocked() && self.pending.len() >= UNREAD_MAX && !replicated {
             self.log("too much input behind a blocking command");
             self.phase = Phase::Over;
@@ -391,7 +391,7 @@ impl Connection {
         if let Some(texts) = &mut self.texts {
             texts.waiting.clear();
         }
-        let goes_on = self.kept && self.numbered && self.service.engine.replicated().is_some();
+        let goes_on = self.kept && self.numbered && self.service.engine.is_replicated();
         for (request, open) in waiting {
             match open.place {
                 // The session goes on through another member, with its places in queues, and the client asks again
@@ -560,7 +560,7 @@ impl Connection {
     /// Whether nothing of what the client has sent remains to be executed or written down.
     fn has_done_all(&self) -> bool {
         // In memory only a wait is not answered at once. Behind a log nothing is.
-        let replicated = self.service.engine.replicated().is_some();
+        let replicated = self.service.engine.is_replicated();
         let comes_soon = |open: &Open| {
             let waits = may_wait(open.op) && self.now >= self.linger_until;
             open.place.is_none() || replicated && !waits

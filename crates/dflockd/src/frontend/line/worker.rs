@@ -172,9 +172,9 @@ struct Member {
 impl Turns {
     fn run(mut self) {
         HERE.set(self.worker.address());
-        if let Some(replica) = self.worker.service.engine.replicated().filter(|_| self.tends) {
+        if self.tends {
             let worker = Arc::clone(&self.worker);
-            replica.set_tender(move || worker.wake());
+            self.worker.service.engine.set_tender(move || worker.wake());
         }
         let mut events = Events::with_capacity(EVENTS_MAX);
         loop {
@@ -208,22 +208,27 @@ impl Turns {
     /// more than a request does, and whoever wakes us pays half of it.
     fn wait(&mut self, events: &mut Events) -> io::Result<()> {
         let service = Arc::clone(&self.worker.service);
-        let replica = service.engine.replicated().filter(|_| self.tends);
-        let can_sleep = replica.is_none_or(|replica| replica.tend());
+        let (engine, tends) = (&service.engine, self.tends);
+        let rise = || {
+            if tends {
+                engine.rise();
+            }
+        };
+        let can_sleep = !tends || engine.tend();
         let patience = self.patience().filter(|_| can_sleep);
         if !can_sleep || patience == Some(Duration::ZERO) {
             let found = self.poll.poll(events, Some(Duration::ZERO));
-            replica.inspect(|replica| replica.rise());
+            rise();
             return found;
         }
-        let clock = service.engine.clock();
+        let clock = engine.clock();
         let mut since = clock.now();
         if self.short_sleeps >= BRISK {
             let until = since + AWAKE;
             while since < until {
                 self.poll.poll(events, Some(Duration::ZERO))?;
-                if !events.is_empty() || replica.is_some_and(|replica| replica.wants_tender()) {
-                    replica.inspect(|replica| replica.rise());
+                if !events.is_empty() || tends && engine.wants_tender() {
+                    rise();
                     return Ok(());
                 }
                 // Whoever wants this core gets it; it may be the client that we wait for.
@@ -233,7 +238,7 @@ impl Turns {
             self.short_sleeps = 0;
         }
         let found = self.poll.poll(events, patience);
-        replica.inspect(|replica| replica.rise());
+        rise();
         found?;
         let was_short = clock.now().since(since) < SHORT;
         self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };
