@@ -255,10 +255,10 @@ impl Running {
         tracing::info!("an auth token was dropped: what came with it ends");
         self.peers.revoke();
         if let Some(http) = &self.http {
-            http.app.revoke();
+            http.app.sessions.revoke();
         }
         if let Some(grpc) = &self.grpc {
-            grpc.app.revoke();
+            grpc.app.sessions.revoke();
         }
         tokio::spawn(Arc::clone(&self.service).end_detached());
     }

@@ -62,6 +62,10 @@ impl Pass {
     pub(crate) const OPEN: Self = Self(0);
 }
 
+/// Where a request over HTTP or gRPC comes from, and with which token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
+
 /// A [`Pass`] that changes when its owner comes with another token.
 #[derive(Debug, Default)]
 pub(crate) struct LatestPass(AtomicU64);

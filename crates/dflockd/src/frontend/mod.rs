@@ -17,3 +17,4 @@ pub(crate) mod http;
 pub mod line;
 pub(crate) mod pool;
 pub(crate) mod rate;
+pub(crate) mod sessions;

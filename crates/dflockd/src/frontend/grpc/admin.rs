@@ -56,7 +56,7 @@ impl Admin for Api {
         let app = Arc::clone(&self.0);
         let listed = move || {
             let infos = app.service.engine.sessions(SessionId(after), limit)?;
-            let mut metadata = app.sessions.metadata();
+            let mut metadata = app.metadata();
             let is_last = infos.len() < limit;
             let mut next = infos.last().filter(|_| !is_last).map_or(0, |last| last.id.0);
             let sessions = infos.into_iter().map(|info| SessionView {

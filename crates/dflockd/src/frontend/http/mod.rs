@@ -25,10 +25,9 @@ mod streams;
 mod ui;
 mod values;
 
-use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -45,18 +44,22 @@ use self::error::ApiError;
 use self::layers::Gate;
 pub(crate) use self::listen::listen;
 use self::origin::Hosts;
-use self::sessions::Sessions;
+use self::sessions::Turns;
 use crate::config::Config;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+pub(crate) use crate::frontend::auth::Peer;
+use crate::frontend::auth::{Denied, Origin};
 use crate::frontend::budget::{Budget, Pieces};
 use crate::frontend::caller::{Caller, Common};
-use crate::frontend::rate::{self, RateLimit};
+use crate::frontend::rate::RateLimit;
+use crate::frontend::sessions::SessionStore;
 use crate::service::{ANSWER_BYTES_MAX, Service};
 
 /// What all requests share.
 pub(crate) struct App {
     pub(crate) service: Arc<Service>,
-    pub(crate) sessions: Sessions,
+    pub(crate) sessions: SessionStore<Turns>,
+    /// Unit of the idle time of sessions, zero if they do not end by themselves.
+    pub(crate) idle: Duration,
     pub(crate) drain: Arc<Drain>,
     /// Time a client has for the body of a request.
     pub(crate) read_timeout: Duration,
@@ -78,10 +81,6 @@ pub(crate) struct App {
 /// The state of all handlers.
 pub(crate) type Shared = Arc<App>;
 
-/// Where a request comes from and with which token, as an argument of a handler.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
-
 /// Whether the server is shutting down.
 pub(crate) struct Drain {
     service: Arc<Service>,
@@ -92,7 +91,8 @@ pub(crate) struct Drain {
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
-            sessions: Sessions::new(config, service),
+            sessions: sessions::store(config, service),
+            idle: config.http_session_idle_timeout,
             drain: Arc::new(Drain {
                 service: Arc::clone(service),
                 leaving: AtomicBool::new(false),
@@ -119,33 +119,6 @@ impl App {
     /// Whether requests are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
         self.service.engine.is_ready()
-    }
-
-    /// Ends the sessions that came with a token that is no longer valid. Streams and requests that wait see it
-    /// themselves.
-    pub(crate) fn revoke(&self) {
-        let auth = &self.service.auth;
-        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
-        for session in revoked {
-            self.service.metrics.revoked(Door::Http);
-            session.revoke();
-        }
-    }
-
-    /// Ends sessions and forgets addresses that are not used any more, for ever.
-    pub(crate) async fn sweep(self: Arc<Self>) {
-        let interval = self.sessions.sweep_interval();
-        let mut rates_swept = Instant::now();
-        loop {
-            tokio::time::sleep(interval).await;
-            self.sessions.sweep();
-            if rates_swept.elapsed() >= rate::SWEEP {
-                rates_swept = Instant::now();
-                if let Some(limit) = &self.rate_limit {
-                    limit.sweep(rates_swept);
-                }
-            }
-        }
     }
 }
 
@@ -233,17 +206,11 @@ impl Room {
     }
 }
 
-impl Peer {
-    fn of(parts: &Parts) -> Result<Self, ApiError> {
-        parts.extensions.get::<Self>().copied().ok_or_else(ApiError::internal)
-    }
-}
-
 impl FromRequestParts<Shared> for Peer {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
-        Self::of(parts)
+        parts.extensions.get::<Self>().copied().ok_or_else(ApiError::internal)
     }
 }
 
