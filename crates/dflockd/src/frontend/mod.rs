@@ -12,6 +12,7 @@ pub(crate) mod descriptors;
 pub(crate) mod detached;
 pub(crate) mod feed;
 pub(crate) mod frames;
+pub(crate) mod giveback;
 pub(crate) mod grpc;
 pub(crate) mod http;
 pub mod line;

@@ -28,7 +28,7 @@ use super::{App, Peer};
 use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
-use crate::frontend::caller::Answer;
+use crate::frontend::giveback::{Gift, Giving};
 use crate::metrics::{GrpcMethod, Streams};
 
 /// What who guesses tokens is told.
@@ -49,10 +49,6 @@ pub(super) struct Gated {
     routes: Routes,
 }
 
-/// An answer that gives something away, on its way to the gate.
-#[derive(Clone)]
-struct Gift(Arc<Mutex<Option<Answer>>>);
-
 /// The room that an answer has taken, on its way to the gate.
 #[derive(Clone)]
 struct Held(Arc<Mutex<Reserved>>);
@@ -71,7 +67,7 @@ pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
     if let Told::Answer(answer) = told
         && answer.gives()
     {
-        response.extensions_mut().insert(Gift(Arc::new(Mutex::new(Some(answer)))));
+        response.extensions_mut().insert(Gift::new(answer));
     }
     response
 }
@@ -328,7 +324,7 @@ impl Future for Passing {
 impl Passing {
     fn answer(&mut self, mut response: HttpResponse<Body>) -> HttpResponse<GivingBody> {
         let gift = response.extensions_mut().remove::<Gift>();
-        let answer = gift.and_then(|gift| gift.0.lock().take());
+        let answer = gift.and_then(|gift| gift.take());
         let (mut call, drained) = (self.call.take(), self.drained.take());
         // Only a stream lasts longer than it takes to read it.
         let pass = self.pass.take().filter(|_| drained.is_some());
@@ -339,9 +335,8 @@ impl Passing {
         let room = held.map(|held| std::mem::take(&mut *held.0.lock()));
         let (budget, rest) = (self.budget.take(), Bytes::new());
         response.map(|body| GivingBody {
-            body,
+            body: Giving::new(body, answer),
             rest,
-            answer,
             call,
             drained,
             pass,
@@ -358,10 +353,9 @@ fn is_over(drained: &mut Option<Drained>, cx: &mut Context<'_>) -> bool {
 
 /// The body of an answer. What it gives is given back unless the message is taken.
 pub(super) struct GivingBody {
-    body: Body,
+    body: Giving<Body>,
     /// Of a message whose beginning was handed on.
     rest: Bytes,
-    answer: Option<Answer>,
     call: Option<Call>,
     drained: Option<Drained>,
     pass: Option<Revocable>,
@@ -390,7 +384,7 @@ impl GivingBody {
     /// The last of a stream that ends because the server does, or its token is dropped.
     fn end(&mut self, why: Refused) -> Frame<Bytes> {
         self.rest = Bytes::new();
-        self.body = Body::empty();
+        self.body = Giving::new(Body::empty(), None);
         self.drained = None;
         self.pass = None;
         let mut trailers = HeaderMap::new();
@@ -405,12 +399,6 @@ impl GivingBody {
 
     /// Looks at what goes to the client. Whether a stream ends because the server does, and does not say so.
     fn look(&mut self, frame: &Frame<Bytes>) -> bool {
-        if frame.is_data() {
-            if let Some(answer) = self.answer.take() {
-                answer.told();
-            }
-            return false;
-        }
         let (Some(call), Some(trailers)) = (&mut self.call, frame.trailers_ref()) else {
             return false;
         };
