@@ -14,10 +14,9 @@ use hyper::server::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::server::TlsStream;
 use tonic::body::Body;
 use tower::Service as _;
 
@@ -84,9 +83,9 @@ impl Server {
     async fn greet(self: Arc<Self>, accepted: Accepted) {
         let Accepted { stream, address, tls, mut stage } = accepted;
         let greeted = async {
-            let mut socket = match tls {
-                None => Socket::Plain(stream),
-                Some(tls) => Socket::Tls(Box::new(TlsAcceptor::from(tls).accept(stream).await?)),
+            let mut socket: Socket = match tls {
+                None => Box::new(stream),
+                Some(tls) => Box::new(TlsAcceptor::from(tls).accept(stream).await?),
             };
             let mut preface = [0; PREFACE.len()];
             socket.read_exact(&mut preface).await?;
@@ -188,10 +187,12 @@ struct Connection {
     budget: Arc<Budget>,
 }
 
-enum Socket {
-    Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-}
+/// A socket, with or without TLS.
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+type Socket = Box<dyn Stream>;
 
 impl AsyncRead for Connection {
     fn poll_read(
@@ -257,57 +258,5 @@ impl AsyncWrite for Connection {
 
     fn is_write_vectored(&self) -> bool {
         self.socket.is_write_vectored()
-    }
-}
-
-macro_rules! either {
-    ($socket:expr, $stream:ident => $do:expr) => {
-        match &mut *$socket {
-            Socket::Plain($stream) => $do,
-            Socket::Tls($stream) => $do,
-        }
-    };
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_read(cx, buffer))
-    }
-}
-
-impl AsyncWrite for Socket {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        either!(self, stream => Pin::new(stream).poll_write(cx, bytes))
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_flush(cx))
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        either!(self, stream => Pin::new(stream).poll_shutdown(cx))
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        either!(self, stream => Pin::new(stream).poll_write_vectored(cx, slices))
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(stream) => stream.is_write_vectored(),
-            Self::Tls(stream) => stream.is_write_vectored(),
-        }
     }
 }
