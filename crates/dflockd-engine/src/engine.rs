@@ -96,15 +96,6 @@ impl Engine {
         self.replicated().map(|member| member.view())
     }
 
-    /// Whether requests that change something are served by this process.
-    ///
-    /// # Errors
-    ///
-    /// If another member of the cluster is the leader: where that is.
-    pub fn leadership(&self) -> Result<(), Leader> {
-        self.replicated().map_or(Ok(()), |member| member.leadership())
-    }
-
     /// Whether requests are served by this process: a witness serves none, and some are only for the leader.
     ///
     /// # Errors

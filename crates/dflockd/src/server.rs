@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -197,7 +198,7 @@ impl Running {
         }
         stopping();
         if let Some(http) = &self.http {
-            http.app.drain.leave();
+            http.app.leaving.store(true, Ordering::SeqCst);
         }
         self.service.engine.hand_over().await;
         self.drain(&mut signals).await;
@@ -268,12 +269,6 @@ impl Running {
         self.stop_accepting.notify_one();
         self.service.begin_drain().await;
         self.peers.drain();
-        if let Some(http) = &self.http {
-            http.app.drain.begin();
-        }
-        if let Some(grpc) = &self.grpc {
-            grpc.app.drain();
-        }
         let begun = Instant::now();
         let second = async {
             while let Some(signal) = signals.recv().await {

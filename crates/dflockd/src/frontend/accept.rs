@@ -13,7 +13,7 @@ use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::frontend::caps::{Caps, Permit};
+use crate::frontend::caps::{Caps, Permit, Total};
 use crate::frontend::descriptors::Connections;
 use crate::service::Service;
 
@@ -41,7 +41,8 @@ impl ApiConnections {
             Door::Line => counted.connections.store(count as usize, Ordering::Relaxed),
             Door::Http | Door::Grpc => counted.metrics.set_connections(door, count),
         };
-        let caps = Caps::of_connections(Arc::clone(connections), door, per_address_max, gauge);
+        let total = Total::Connections(Arc::clone(connections), door);
+        let caps = Caps::new(total, per_address_max, gauge);
         Self { service, door, caps }
     }
 
@@ -142,34 +143,28 @@ impl Listener {
         protocols: &'static [&'static [u8]],
         serve: impl Fn(Accepted) -> F + Send + Sync + 'static,
     ) -> Arc<Self> {
-        let stage = watch::Sender::new(Stage::Serving);
-        let tls_swap = ArcSwapOption::empty();
-        let listener = Arc::new(Self { connections, tls: tls_swap, protocols, stage });
+        let (tls_slot, stage) = (ArcSwapOption::empty(), watch::Sender::new(Stage::Serving));
+        let listener = Arc::new(Self { connections, tls: tls_slot, protocols, stage });
         listener.reload(tls);
-        tokio::spawn(Arc::clone(&listener).accept(socket, serve));
+        let it = Arc::clone(&listener);
+        tokio::spawn(async move {
+            let mut stage = it.stage.subscribe();
+            let stopped = stage.wait_for(|stage| *stage != Stage::Serving);
+            let admit = |stream: TcpStream, address, permit| {
+                // Answers are small and must not wait for more.
+                if stream.set_nodelay(true).is_err() {
+                    return;
+                }
+                let (tls, stage) = (it.tls.load_full(), it.stage.subscribe());
+                let served = serve(Accepted { stream, address, tls, stage });
+                tokio::spawn(async move {
+                    served.await;
+                    drop(permit);
+                });
+            };
+            it.connections.accept(socket, stopped, admit).await;
+        });
         listener
-    }
-
-    async fn accept<F: Future<Output = ()> + Send + 'static>(
-        self: Arc<Self>,
-        socket: TcpListener,
-        serve: impl Fn(Accepted) -> F,
-    ) {
-        let mut stage = self.stage.subscribe();
-        let stopped = stage.wait_for(|stage| *stage != Stage::Serving);
-        let admit = |stream: TcpStream, address, permit| {
-            // Answers are small and must not wait for more.
-            if stream.set_nodelay(true).is_err() {
-                return;
-            }
-            let (tls, stage) = (self.tls.load_full(), self.stage.subscribe());
-            let served = serve(Accepted { stream, address, tls, stage });
-            tokio::spawn(async move {
-                served.await;
-                drop(permit);
-            });
-        };
-        self.connections.accept(socket, stopped, admit).await;
     }
 
     /// Connections from now on get this certificate.

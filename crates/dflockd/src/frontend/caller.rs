@@ -113,6 +113,11 @@ impl Caller {
         self.me.id()
     }
 
+    /// Waits until the server shuts down.
+    pub(crate) async fn drained(&self) {
+        self.service.drained().await;
+    }
+
     /// Gives the session a name that people see.
     pub(crate) fn set_label(&self, label: Arc<str>) {
         self.me.set_label(label);

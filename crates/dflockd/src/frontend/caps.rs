@@ -22,7 +22,7 @@ pub(crate) struct Caps {
 }
 
 /// What limits the number of permits of all addresses together.
-enum Total {
+pub(crate) enum Total {
     /// A number; zero is no limit.
     Max(u64),
     /// The API's share of the file descriptors.
@@ -51,31 +51,13 @@ pub(crate) struct Permit {
 }
 
 impl Caps {
-    /// So many permits in all and for each address; zero is no limit. `gauge` is told how many are taken.
+    /// So many permits for each address, zero is no limit, and in total. `gauge` is told how many are taken.
     pub(crate) fn new(
-        max: u64,
-        per_address_max: u64,
-        gauge: impl Fn(u64) + Send + Sync + 'static,
-    ) -> Arc<Self> {
-        Self::limited(Total::Max(max), per_address_max, Box::new(gauge))
-    }
-
-    /// As many permits as the API may have connections.
-    pub(crate) fn of_connections(
-        connections: Arc<Connections>,
-        door: Door,
-        per_address_max: u64,
-        gauge: impl Fn(u64) + Send + Sync + 'static,
-    ) -> Arc<Self> {
-        Self::limited(Total::Connections(connections, door), per_address_max, Box::new(gauge))
-    }
-
-    fn limited(
         total: Total,
         per_address_max: u64,
-        gauge: Box<dyn Fn(u64) + Send + Sync>,
+        gauge: impl Fn(u64) + Send + Sync + 'static,
     ) -> Arc<Self> {
-        let (taken, empty) = (Mutex::default(), Notify::new());
+        let (taken, empty, gauge) = (Mutex::default(), Notify::new(), Box::new(gauge));
         Arc::new(Self { total, per_address_max, taken, empty, gauge })
     }
 
@@ -153,7 +135,7 @@ mod tests {
     fn caps_are_exact_and_a_permit_comes_back_when_it_is_dropped() {
         let shown = Arc::new(AtomicU64::new(0));
         let gauge = Arc::clone(&shown);
-        let caps = Caps::new(3, 2, move |count| gauge.store(count, Ordering::Relaxed));
+        let caps = Caps::new(Total::Max(3), 2, move |count| gauge.store(count, Ordering::Relaxed));
         let first = caps.take(address(1)).unwrap();
         let second = caps.take(address(1)).unwrap();
         assert_eq!(caps.take(address(1)).err(), Some(Full::Address));
@@ -171,14 +153,14 @@ mod tests {
 
     #[test]
     fn zero_is_no_limit() {
-        let caps = Caps::new(0, 0, |_| ());
+        let caps = Caps::new(Total::Max(0), 0, |_| ());
         let permits: Vec<_> = (0..100).map(|_| caps.take(address(1)).unwrap()).collect();
         assert_eq!(caps.count(), permits.len() as u64);
     }
 
     #[tokio::test]
     async fn it_is_told_when_the_last_permit_is_given_back() {
-        let caps = Caps::new(0, 0, |_| ());
+        let caps = Caps::new(Total::Max(0), 0, |_| ());
         let permit = caps.take(address(1)).unwrap();
         let wait = tokio::spawn({
             let caps = Arc::clone(&caps);

@@ -33,7 +33,6 @@ use dflockd_wire::grpc::{
     watch_server::WatchServer,
 };
 use prost::Message;
-use tokio::sync::watch as watched;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
@@ -81,7 +80,6 @@ pub(crate) struct App {
     rate_limit: Option<RateLimit>,
     /// For calls that need no session.
     common: Common,
-    draining: watched::Sender<bool>,
 }
 
 /// The services.
@@ -95,20 +93,13 @@ impl App {
             default_ttl: span(config.default_lease_ttl).clamp(TTL_MIN, TTL_MAX),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
             common: Common::new(service, Door::Grpc, "grpc"),
-            draining: watched::Sender::new(false),
             service: Arc::clone(service),
         }
     }
 
-    /// Ends what waits.
-    pub(crate) fn drain(&self) {
-        self.draining.send_replace(true);
-    }
-
     /// Waits until the server shuts down.
     pub(crate) async fn drained(&self) {
-        // The sender is here, so it can not end otherwise.
-        let _ = self.draining.subscribe().wait_for(|draining| *draining).await;
+        self.service.drained().await;
     }
 
     /// Whether calls are answered here now.

@@ -15,7 +15,7 @@ use super::error::Refused;
 use super::{App, Peer, fields};
 use crate::config::Config;
 use crate::frontend::caller::{Answer, Caller, Gone};
-use crate::frontend::caps::Caps;
+use crate::frontend::caps::{Caps, Total};
 use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
 use crate::service::Service;
 
@@ -83,7 +83,8 @@ headed! {
 
 /// A store without sessions.
 pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Details> {
-    let caps = Caps::new(config.http_max_sessions, config.http_max_sessions_per_ip, |_| ());
+    let max = Total::Max(config.http_max_sessions);
+    let caps = Caps::new(max, config.http_max_sessions_per_ip, |_| ());
     SessionStore::new(service, Door::Grpc, true, caps)
 }
 

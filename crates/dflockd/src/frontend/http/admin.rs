@@ -277,7 +277,7 @@ fn check_cluster(app: &App) -> Result<(), ApiError> {
 async fn read_index(State(app): State<Shared>) -> Result<Response, ApiError> {
     check_cluster(&app)?;
     if app.service.redirects(false) {
-        app.service.engine.leadership().map_err(|leader| not_leader(&leader))?;
+        app.service.engine.serves(true).map_err(|leader| not_leader(&leader))?;
     }
     if app.common().barrier().await == Ok(Outcome::Done) {
         Ok(reply(&StatusBody { status: "ok" }))

@@ -25,7 +25,7 @@ mod streams;
 mod ui;
 mod values;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -37,14 +37,13 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use bytes::Bytes;
 use dflockd_engine::Door;
-use tokio::sync::Notify;
 
 use self::cors::Cors;
 use self::error::ApiError;
 use self::layers::Gate;
 pub(crate) use self::listen::listen;
 use self::origin::Hosts;
-use self::sessions::Turns;
+use self::sessions::Turn;
 use crate::config::Config;
 pub(crate) use crate::frontend::auth::Peer;
 use crate::frontend::auth::{Denied, Origin};
@@ -57,10 +56,11 @@ use crate::service::{ANSWER_BYTES_MAX, Service};
 /// What all requests share.
 pub(crate) struct App {
     pub(crate) service: Arc<Service>,
-    pub(crate) sessions: SessionStore<Turns>,
+    pub(crate) sessions: SessionStore<Turn>,
     /// Unit of the idle time of sessions, zero if they do not end by themselves.
     pub(crate) idle: Duration,
-    pub(crate) drain: Arc<Drain>,
+    /// The server is about to shut down: nobody new should come.
+    pub(crate) leaving: AtomicBool,
     /// Time a client has for the body of a request.
     pub(crate) read_timeout: Duration,
     /// How often a comment is written to event streams; zero is never.
@@ -81,23 +81,12 @@ pub(crate) struct App {
 /// The state of all handlers.
 pub(crate) type Shared = Arc<App>;
 
-/// Whether the server is shutting down.
-pub(crate) struct Drain {
-    service: Arc<Service>,
-    leaving: AtomicBool,
-    begin: Notify,
-}
-
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
             sessions: sessions::store(config, service),
             idle: config.http_session_idle_timeout,
-            drain: Arc::new(Drain {
-                service: Arc::clone(service),
-                leaving: AtomicBool::new(false),
-                begin: Notify::new(),
-            }),
+            leaving: AtomicBool::new(false),
             read_timeout: config.read_timeout,
             sse_ping: config.sse_ping(),
             h2c: config.http_h2c,
@@ -119,33 +108,6 @@ impl App {
     /// Whether requests are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
         self.service.engine.is_ready()
-    }
-}
-
-impl Drain {
-    /// The server is about to shut down: nobody new should come.
-    pub(crate) fn leave(&self) {
-        self.leaving.store(true, Ordering::SeqCst);
-    }
-
-    pub(crate) fn is_leaving(&self) -> bool {
-        self.leaving.load(Ordering::SeqCst) || self.service.is_draining()
-    }
-
-    /// Ends what waits.
-    pub(crate) fn begin(&self) {
-        self.begin.notify_waiters();
-    }
-
-    /// Waits until the server shuts down.
-    pub(crate) async fn begun(&self) {
-        loop {
-            let begin = self.begin.notified();
-            if self.service.is_draining() {
-                return;
-            }
-            begin.await;
-        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! How the server is: probes, stats, metrics, and the document of the interface.
 
+use std::sync::atomic::Ordering;
+
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
@@ -65,7 +67,7 @@ async fn ready(State(app): State<Shared>) -> Response {
     };
     let unavailable =
         |status| reply_with(StatusCode::SERVICE_UNAVAILABLE, &Condition { status, role });
-    if app.drain.is_leaving() {
+    if app.leaving.load(Ordering::SeqCst) || app.service.is_draining() {
         return unavailable("draining");
     }
     if !app.is_ready() {

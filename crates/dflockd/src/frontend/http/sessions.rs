@@ -15,10 +15,10 @@ use dflockd_engine::Door;
 use tokio::sync::MutexGuard;
 
 use super::error::ApiError;
-use super::{App, Drain, Peer, Room, Shared};
+use super::{App, Peer, Room, Shared};
 use crate::config::Config;
 use crate::frontend::caller::{Answer, Caller};
-use crate::frontend::caps::{Caps, Full, Permit};
+use crate::frontend::caps::{Caps, Full, Permit, Total};
 use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
 use crate::service::Service;
 
@@ -28,13 +28,10 @@ const HEADER: &str = "x-dflockd-session";
 const SWEEP_MAX: Duration = Duration::from_secs(30);
 
 /// A session, whose operations take turns.
-pub(crate) type Session = sessions::Session<Turns>;
+pub(crate) type Session = sessions::Session<Turn>;
 
-/// What lets the operations of a session take turns.
-pub(crate) struct Turns {
-    drain: Arc<Drain>,
-    turn: tokio::sync::Mutex<()>,
-}
+/// Held by the operation whose turn it is.
+pub(crate) type Turn = tokio::sync::Mutex<()>;
 
 /// The hidden session of an event stream. It counts like any other and ends when dropped.
 pub(crate) struct Hidden {
@@ -50,7 +47,7 @@ pub(crate) struct Claim<'a> {
 }
 
 /// A store without sessions.
-pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Turns> {
+pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Turn> {
     let keeps = service.engine.is_replicated();
     let max = match (config.http_max_sessions, config.max_sessions) {
         // In a cluster all members count them together, with those of other APIs.
@@ -60,7 +57,7 @@ pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Tur
     };
     let counted = Arc::clone(service);
     let gauge = move |count| counted.metrics.set_http_sessions(count);
-    let caps = Caps::new(max, config.http_max_sessions_per_ip, gauge);
+    let caps = Caps::new(Total::Max(max), config.http_max_sessions_per_ip, gauge);
     SessionStore::new(service, Door::Http, keeps, caps)
 }
 
@@ -95,7 +92,7 @@ impl App {
         label: Option<String>,
     ) -> Result<String, ApiError> {
         let opened =
-            self.sessions.open(peer, label.as_deref(), self.silence_max(), |_| self.turns());
+            self.sessions.open(peer, label.as_deref(), self.silence_max(), |_| Turn::default());
         let (secret, _) = opened.await?;
         Ok(SessionKey { secret, ttl_ms: None }.text())
     }
@@ -119,12 +116,8 @@ impl App {
         let key = SessionKey::parse(text).filter(|key| key.ttl_ms.is_none());
         let key = key.ok_or_else(|| ApiError::bad_request("invalid session id"))?;
         let silence_max = self.silence_max();
-        let session = self.sessions.get(key.secret, peer, silence_max, |_| self.turns());
+        let session = self.sessions.get(key.secret, peer, silence_max, |_| Turn::default());
         Ok((key, session.await?))
-    }
-
-    fn turns(&self) -> Turns {
-        Turns { drain: Arc::clone(&self.drain), turn: tokio::sync::Mutex::default() }
     }
 
     /// Ends a session for its client: what waits for it is told so, and what it holds is released before this returns,
@@ -190,9 +183,9 @@ impl Session {
         let busy = self.begin();
         let turn = tokio::select! {
             biased;
-            turn = self.details.turn.lock() => turn,
+            turn = self.details.lock() => turn,
             () = self.caller.gone() => return Err(self.gone()),
-            () = self.details.drain.begun() => return Err(ApiError::draining()),
+            () = self.caller.drained() => return Err(ApiError::draining()),
         };
         if self.caller.is_gone() {
             return Err(self.gone());
@@ -207,7 +200,7 @@ impl Claim<'_> {
         tokio::select! {
             biased;
             answer = self.session.caller.call(command) => answer.map_err(|_| self.session.gone()),
-            () = self.session.details.drain.begun() => Err(ApiError::draining()),
+            () = self.session.caller.drained() => Err(ApiError::draining()),
         }
     }
 }

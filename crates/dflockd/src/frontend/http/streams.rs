@@ -374,7 +374,7 @@ async fn feed(
     let ping = ping.max(Duration::from_secs(1));
     let mut ping = interval_at(Instant::now() + ping, ping);
     ping.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let draining = app.drain.begun();
+    let draining = app.service.drained();
     let revoked = app.service.auth.revoked(TokenKind::Client, pass);
     tokio::pin!(draining, revoked);
     let mut unsent = b":ok\n\n".to_vec();
