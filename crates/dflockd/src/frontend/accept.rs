@@ -38,7 +38,10 @@ impl ApiConnections {
     ) -> Self {
         let (service, counted) = (Arc::clone(service), Arc::clone(service));
         let gauge = move |count| match door {
-            Door::Line => counted.connections.store(count as usize, Ordering::Relaxed),
+            Door::Line => {
+                let count = usize::try_from(count).unwrap_or(usize::MAX);
+                counted.connections.store(count, Ordering::Relaxed);
+            }
             Door::Http | Door::Grpc => counted.metrics.set_connections(door, count),
         };
         let total = Total::Connections(Arc::clone(connections), door);
