@@ -137,7 +137,7 @@ impl Feed {
 
     /// Where the history is, if somebody comes with a place that it has not reached: one of an earlier process whose
     /// clock was ahead. In a cluster it is only this member that may be behind.
-    pub(crate) fn before(&self, after: Option<Revision>) -> Option<Revision> {
+    pub(crate) fn not_reached(&self, after: Option<Revision>) -> Option<Revision> {
         if self.engine.is_replicated() {
             return None;
         }

@@ -47,7 +47,7 @@ impl Watch for Api {
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);
         let permit = app.sessions.permit(peer)?;
-        if let Some(now) = app.service.feed.before(after) {
+        if let Some(now) = app.service.feed.not_reached(after) {
             return Err(compacted(now).into());
         }
         let pattern = match &filter.patterns[..] {

@@ -184,7 +184,7 @@ async fn watch(
     };
     let mut after = seen.map(fields::revision).transpose()?;
     let permit = app.sessions.permit(peer.0)?;
-    let lost = app.service.feed.before(after);
+    let lost = app.service.feed.not_reached(after);
     after = lost.or(after);
     let follow = app.service.feed.follow(pattern, 1, after);
     let follower = follow.await.map_err(ApiError::refused)?;

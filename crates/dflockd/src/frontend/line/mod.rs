@@ -1,4 +1,4 @@
-//! Who may connect, and all who have.
+//! The line protocol: all its connections.
 //!
 //! A connection belongs to one of the workers (`worker.rs`), which waits for its input and its deadlines.
 //! Its bytes go through `socket.rs`, what is said on it is in `connection.rs`.
