@@ -1,11 +1,11 @@
 //! The APIs of the server. What all of them need stands here, each thing once; below are the adapters, one folder for
 //! each protocol: bytes in, commands out, outcomes back.
 //!
-//! What an adapter takes from here, in the order of a connection: `accept` gives it connections within the `caps` of its
-//! API, `auth` knows tokens, `admission` whether a request is served here and now. Requests are futures of a `caller`;
-//! `sessions` finds it by the id that a request names, and `giveback` takes back what an answer gave that no client
-//! took. `budget` and `rate` bound what a client costs, `pool` runs what takes a while, `feed` has the changes of keys.
-//! An adapter says refusals in the words of its protocol, and decides none.
+//! What an adapter takes from here, in the order of a connection: `accept` gives it connections within the `caps` of
+//! its API, `auth` knows tokens, `admission` whether a request is served here and now. Requests are futures of a
+//! `caller`; `sessions` finds it by the id that a request names, and `giveback` takes back what an answer gave that no
+//! client took. `budget` and `rate` bound what a client costs, `pool` runs what takes a while, `feed` has the changes
+//! of keys. An adapter says refusals in the words of its protocol, and decides none.
 
 pub(crate) mod accept;
 pub(crate) mod admission;
