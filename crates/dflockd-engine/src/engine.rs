@@ -11,8 +11,8 @@ use dflockd_core::{
 use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
 use crate::replica::machine::Machine;
-use crate::replica::types::Action;
-use crate::replicated::Replicated;
+use crate::replica::types::{Action, Run};
+use crate::replicated::{Leader, Replicated, View};
 use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
@@ -63,6 +63,52 @@ impl Engine {
         match self {
             Self::Memory(_) => None,
             Self::Replicated(member) => Some(member),
+        }
+    }
+
+    /// Whether the state is kept by a cluster, behind a log.
+    #[must_use]
+    pub fn is_replicated(&self) -> bool {
+        self.replicated().is_some()
+    }
+
+    /// Whether clients should come here.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.replicated().is_none_or(|member| member.is_ready())
+    }
+
+    /// Whether this process votes in a cluster but keeps no state.
+    #[must_use]
+    pub fn is_witness(&self) -> bool {
+        self.replicated().is_some_and(|member| member.is_witness())
+    }
+
+    /// The name of this process in its cluster.
+    #[must_use]
+    pub fn node(&self) -> Option<&str> {
+        self.replicated().map(|member| member.node())
+    }
+
+    /// The cluster as this process sees it; none if it is no member of one.
+    #[must_use]
+    pub fn view(&self) -> Option<View> {
+        self.replicated().map(|member| member.view())
+    }
+
+    /// Whether requests are served by this process: a witness serves none, and some are only for the leader.
+    ///
+    /// # Errors
+    ///
+    /// If not: where the leader is.
+    pub fn serves(&self, leader_only: bool) -> Result<(), Leader> {
+        match self {
+            // It may lead for a moment, but is nobody to send clients to.
+            Self::Replicated(member) if member.is_witness() => {
+                Err(member.leadership().err().unwrap_or_default())
+            }
+            Self::Replicated(member) if leader_only => member.leadership(),
+            Self::Memory(_) | Self::Replicated(_) => Ok(()),
         }
     }
 
@@ -121,6 +167,19 @@ impl Engine {
             Self::Memory(memory) => memory.place(key),
             Self::Replicated(_) => Place::ANY,
         }
+    }
+
+    /// Where all requests are executed, if that is one place: a cluster has one log.
+    #[must_use]
+    pub fn only_place(&self) -> Option<Place> {
+        self.replicated().map(|_| Place::ANY)
+    }
+
+    /// Whether requests of a session are ever answered. One that was opened before this member of a cluster had taken
+    /// its place has no answers.
+    #[must_use]
+    pub fn answers(&self, id: SessionId) -> bool {
+        !self.is_replicated() || Run::of(id) != Run(0)
     }
 
     /// Everything there is, as far as this process knows. May take a while.
@@ -494,6 +553,54 @@ impl Engine {
         match &**self {
             Self::Memory(_) => Memory::start(self),
             Self::Replicated(_) => Ok(()),
+        }
+    }
+
+    /// Makes the calling thread the one that drives the replica before it sleeps, if there is one; `wake` wakes it.
+    pub fn set_tender(&self, wake: impl Fn() + Send + Sync + 'static) {
+        if let Self::Replicated(member) = self {
+            member.set_tender(wake);
+        }
+    }
+
+    /// Drives the replica. Whether the calling thread may sleep then; when it does not sleep any more it calls
+    /// [`Engine::rise`].
+    pub fn tend(&self) -> bool {
+        self.replicated().is_none_or(|member| member.tend())
+    }
+
+    /// Whether the replica waits to be driven.
+    #[must_use]
+    pub fn wants_tender(&self) -> bool {
+        self.replicated().is_some_and(|member| member.wants_tender())
+    }
+
+    /// The thread that drives the replica does not sleep any more.
+    pub fn rise(&self) {
+        if let Self::Replicated(member) = self {
+            member.rise();
+        }
+    }
+
+    /// Waits until the engine can not go on, and says why.
+    pub async fn failed(&self) -> String {
+        match self {
+            Self::Memory(_) => std::future::pending().await,
+            Self::Replicated(member) => member.failed().await,
+        }
+    }
+
+    /// Hands leadership over, if this process has it.
+    pub async fn hand_over(&self) {
+        if let Self::Replicated(member) = self {
+            member.hand_over().await;
+        }
+    }
+
+    /// Waits until what connections left behind is applied, a second at most.
+    pub async fn settle(&self) {
+        if let Self::Replicated(member) = self {
+            member.settle().await;
         }
     }
 

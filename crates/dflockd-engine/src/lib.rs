@@ -23,5 +23,5 @@ pub use fences::Fences;
 pub use gauges::{Gauges, TIMES_BUCKETS, Times};
 pub use log_budget::{LogBudget, Suppressed};
 pub use memory::{Memory, Options, Place, Submitted};
-pub use replicated::{Replicated, View};
+pub use replicated::{Leader, Replicated, View};
 pub use router::{Attachment, Door, Pokes, Pushed, SessionSecret, Sink};

@@ -150,6 +150,17 @@ pub struct View {
     last_raft_id: RaftId,
 }
 
+/// Where clients find the leader of a cluster, as far as that is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Leader {
+    /// The address of its line protocol.
+    pub line: Option<String>,
+    /// The address of its HTTP API, if it has one.
+    pub http: Option<String>,
+    /// The address of its gRPC API, if it has one.
+    pub grpc: Option<String>,
+}
+
 impl View {
     /// Where clients find the leader, if there is one.
     #[must_use]
@@ -158,18 +169,16 @@ impl View {
         self.members.get(&leader).map(|member| member.client_addr.as_str())
     }
 
-    /// Where HTTP clients find the leader, if there is one and it serves them.
+    /// Where clients find the leader, by each API.
     #[must_use]
-    pub fn leader_http_addr(&self) -> Option<&str> {
-        let doors = self.doors.get(&self.status?.leader?)?;
-        Some(doors.http.as_str()).filter(|addr| !addr.is_empty())
-    }
-
-    /// Where gRPC clients find the leader, likewise.
-    #[must_use]
-    pub fn leader_grpc_addr(&self) -> Option<&str> {
-        let doors = self.doors.get(&self.status?.leader?)?;
-        Some(doors.grpc.as_str()).filter(|addr| !addr.is_empty())
+    pub fn leader(&self) -> Leader {
+        let doors = self.status.and_then(|status| self.doors.get(&status.leader?));
+        let known = |addr: &String| Some(addr.clone()).filter(|addr| !addr.is_empty());
+        Leader {
+            line: self.leader_addr().map(str::to_owned),
+            http: doors.and_then(|doors| known(&doors.http)),
+            grpc: doors.and_then(|doors| known(&doors.grpc)),
+        }
     }
 
     /// Whether this node leads.
@@ -280,10 +289,10 @@ impl Replicated {
     ///
     /// # Errors
     ///
-    /// If not: where clients find who does, if that is known.
-    pub fn leadership(&self) -> Result<(), Option<String>> {
+    /// If not: where clients find who does, as far as that is known.
+    pub fn leadership(&self) -> Result<(), Leader> {
         let view = self.view.lock();
-        if view.is_leader() { Ok(()) } else { Err(view.leader_addr().map(str::to_owned)) }
+        if view.is_leader() { Ok(()) } else { Err(view.leader()) }
     }
 
     /// Whether clients should come here.

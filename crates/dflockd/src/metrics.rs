@@ -144,14 +144,9 @@ impl Metrics {
         line + http + self.grpc.total()
     }
 
-    /// A connection is there. Those of the line protocol are counted where they are seated.
-    pub(crate) fn connected(&self, door: Door) {
-        self.doors[door as usize].connections.fetch_add(1, Relaxed);
-    }
-
-    /// It is gone.
-    pub(crate) fn disconnected(&self, door: Door) {
-        self.doors[door as usize].connections.fetch_sub(1, Relaxed);
+    /// There are so many connections now. Those of the line protocol are counted by the service.
+    pub(crate) fn set_connections(&self, door: Door, count: u64) {
+        self.doors[door as usize].connections.store(count, Relaxed);
     }
 
     /// So many connections each protocol can have.

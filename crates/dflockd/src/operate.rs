@@ -38,6 +38,10 @@ const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
 const POLICY_PATIENCE: Duration = Duration::from_secs(5);
 /// How long it may take until another policy is seen here.
 const POLICY_LOOK: Duration = Duration::from_millis(20);
+/// How long a new member may take to catch up before it is left a learner.
+const CATCH_UP: Duration = Duration::from_secs(10);
+/// How often it is looked whether it has.
+const CATCH_UP_LOOK: Duration = Duration::from_millis(100);
 /// How much of a backup goes into an answer, which has two digits for each byte.
 const PIECE_BYTES: usize = 192 << 10;
 /// The longest name of a node.
@@ -121,6 +125,41 @@ pub(crate) async fn perform(
         Wish::Ask(request) => ask(member, request, PATIENCE).await.map(|()| Done::Changed),
     };
     service.audit.note(by, deed, reason, Some(result.is_ok()));
+    result
+}
+
+/// Adds a member and lets it vote when it has caught up.
+pub(crate) async fn add_voter(
+    service: &Service,
+    by: &By,
+    add: AdminRequest,
+    node: String,
+) -> Result<(), String> {
+    let deed = deed_of(&add);
+    let result = async {
+        let member = service.engine.replicated().ok_or("there is no cluster")?;
+        member.admin(add).await?;
+        let deadline = Instant::now() + CATCH_UP;
+        loop {
+            let result = member.admin(AdminRequest::Promote { node: node.clone() }).await;
+            if result.is_ok() || Instant::now() >= deadline {
+                return result.map_err(|why| format!("{why}; it is a learner until you ask again"));
+            }
+            sleep(CATCH_UP_LOOK).await;
+        }
+    }
+    .await;
+    service.audit.note(by, deed, "", Some(result.is_ok()));
+    result
+}
+
+/// Removes a member for ever.
+pub(crate) async fn remove_voter(service: &Service, by: &By, node: String) -> Result<(), String> {
+    let remove = AdminRequest::Remove { node };
+    let deed = deed_of(&remove);
+    let member = service.engine.replicated().ok_or("there is no cluster")?;
+    let result = member.admin(remove).await;
+    service.audit.note(by, deed, "", Some(result.is_ok()));
     result
 }
 
@@ -464,7 +503,7 @@ fn check_whole(policy: &Policy) -> Result<(), String> {
 #[derive(Serialize)]
 struct Status {
     #[serde(flatten)]
-    cluster: report::Cluster,
+    cluster: Option<report::Cluster>,
     cluster_id: String,
     /// Of the server program.
     server: &'static str,
@@ -530,7 +569,7 @@ fn status(service: &Service, member: &Replicated) -> Status {
         .collect();
     let connected = gauges.connected.lock().iter().map(name).collect();
     Status {
-        cluster: report::cluster(member),
+        cluster: report::cluster(service),
         cluster_id: cluster_id(&view.cluster),
         server: env!("CARGO_PKG_VERSION"),
         cluster_version: view.version,

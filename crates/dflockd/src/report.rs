@@ -12,8 +12,6 @@ use dflockd_core::{
 };
 use serde::Serialize;
 
-use dflockd_engine::Replicated;
-
 use crate::service::{ANSWER_BYTES_MAX, Service, seconds};
 
 /// Holders and waiters shown per lock in `stats`.
@@ -195,12 +193,14 @@ struct ClusterMember {
     lag: Option<u64>,
 }
 
-pub(crate) fn cluster(member: &Replicated) -> Cluster {
+/// The cluster that this server is a member of, if it is one.
+pub(crate) fn cluster(service: &Service) -> Option<Cluster> {
+    let member = service.engine.replicated()?;
     let view = member.view();
     let name = |id: &u64| view.members.get(id).map_or_else(|| id.to_string(), |m| m.node.clone());
     let status = view.status;
     let lags = member.gauges().lags.lock().clone();
-    Cluster {
+    Some(Cluster {
         node_id: member.node().to_owned(),
         role: status.map_or("joining", |status| status.role),
         ready: member.is_ready(),
@@ -224,7 +224,7 @@ pub(crate) fn cluster(member: &Replicated) -> Cluster {
                 lag: lags.iter().find(|(of, _)| of == id).map(|(_, lag)| *lag),
             })
             .collect(),
-    }
+    })
 }
 
 /// The answer to `stats`.
@@ -247,7 +247,7 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
         barriers: Vec::new(),
         signal_channels: survey.signal_channels.iter().map(signal_channel).collect(),
         watch_channels: Vec::new(),
-        cluster: service.engine.replicated().map(|member| cluster(member)),
+        cluster: cluster(service),
     };
     for lock in &survey.locks {
         stats.add_lock(lock, &mut labels);

@@ -3,10 +3,11 @@
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use dflockd_engine::{Clock, Engine, Replicated, Suppressed};
+use dflockd_engine::{Clock, Door, Engine, Replicated, Suppressed};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
@@ -14,10 +15,11 @@ use tokio::sync::{Notify, mpsc};
 
 use crate::cluster;
 use crate::config::{Config, Secret};
+use crate::frontend::accept::{ApiConnections, Listener};
 use crate::frontend::auth::TokenKind;
 use crate::frontend::descriptors::{self, Connections, Descriptors};
 use crate::frontend::grpc;
-use crate::frontend::http::{App, Listener};
+use crate::frontend::http::{self, App};
 use crate::frontend::line::Peers;
 use crate::operate;
 use crate::service::Service;
@@ -62,7 +64,7 @@ pub struct Running {
 /// The gRPC interface.
 struct Grpc {
     app: Arc<grpc::App>,
-    listener: Arc<grpc::Listener>,
+    listener: Arc<Listener>,
 }
 
 /// The HTTP interface.
@@ -108,13 +110,12 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         member.set_doors(cluster::doors(&config, &cluster, http_address, grpc_address));
     }
     service.engine.start()?;
+    let caps = |door, per_address| ApiConnections::new(&service, &connections, door, per_address);
     let http = http_socket.map(|socket| {
         let app = Arc::new(App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let per_address = config.http_max_connections_per_ip;
-        let connections = Arc::clone(&connections);
-        let listener =
-            Listener::start(Arc::clone(&app), socket, tls.as_ref(), connections, per_address);
+        let connections = caps(Door::Http, config.http_max_connections_per_ip);
+        let listener = http::listen(&app, socket, connections, tls.as_ref());
         Http { app, listener }
     });
     if let Some(address) = http_address {
@@ -123,17 +124,16 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let grpc = grpc_socket.map(|socket| {
         let app = Arc::new(grpc::App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let limits = grpc::Limits::of(&config);
-        let connections = Arc::clone(&connections);
-        let listener = grpc::Listener::start(&app, socket, tls.as_ref(), connections, limits)?;
+        let connections = caps(Door::Grpc, config.http_max_connections_per_ip);
+        let listener = grpc::listen(&app, socket, connections, tls.as_ref(), &config)?;
         anyhow::Ok(Grpc { app, listener })
     });
     let grpc = grpc.transpose()?;
     if let Some(address) = grpc_address {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
-    let per_address = config.max_connections_per_ip;
-    let peers = Peers::start(Arc::clone(&service), tls, connections, per_address, workers)
+    let connections = caps(Door::Line, config.max_connections_per_ip);
+    let peers = Peers::start(&service, tls, connections, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
@@ -172,12 +172,6 @@ impl Running {
         mut signals: mpsc::UnboundedReceiver<Signal>,
         stopping: impl FnOnce(),
     ) -> anyhow::Result<()> {
-        let failed = async {
-            match self.service.engine.replicated() {
-                Some(member) => member.failed().await,
-                None => std::future::pending().await,
-            }
-        };
         let told = async {
             let mut reloads = false;
             loop {
@@ -196,7 +190,7 @@ impl Running {
         };
         tokio::select! {
             () = told => {}
-            why = failed => {
+            why = self.service.engine.failed() => {
                 // Nothing is answered any more, so nobody is kept waiting for it.
                 self.peers.close();
                 anyhow::bail!(why);
@@ -204,15 +198,11 @@ impl Running {
         }
         stopping();
         if let Some(http) = &self.http {
-            http.app.drain.leave();
+            http.app.leaving.store(true, Ordering::SeqCst);
         }
-        if let Some(member) = self.service.engine.replicated() {
-            member.hand_over().await;
-        }
+        self.service.engine.hand_over().await;
         self.drain(&mut signals).await;
-        if let Some(member) = self.service.engine.replicated() {
-            member.settle().await;
-        }
+        self.service.engine.settle().await;
         self.service.engine.stop();
         telemetry::stop(&self.service).await;
         Ok(())
@@ -266,10 +256,10 @@ impl Running {
         tracing::info!("an auth token was dropped: what came with it ends");
         self.peers.revoke();
         if let Some(http) = &self.http {
-            http.app.revoke();
+            http.app.sessions.revoke();
         }
         if let Some(grpc) = &self.grpc {
-            grpc.app.revoke();
+            grpc.app.sessions.revoke();
         }
         tokio::spawn(Arc::clone(&self.service).end_detached());
     }
@@ -279,12 +269,6 @@ impl Running {
         self.stop_accepting.notify_one();
         self.service.begin_drain().await;
         self.peers.drain();
-        if let Some(http) = &self.http {
-            http.app.drain.begin();
-        }
-        if let Some(grpc) = &self.grpc {
-            grpc.app.drain();
-        }
         let begun = Instant::now();
         let second = async {
             while let Some(signal) = signals.recv().await {

@@ -10,6 +10,7 @@ use dflockd_core::{SessionId, Shared, Span};
 use dflockd_engine::replica::types::{AutoRelease, Policy};
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 
 use crate::audit::Audit;
 use crate::config::{Config, FollowerMode, GrantDelay};
@@ -46,6 +47,8 @@ pub struct Service {
     /// Kept sessions whose clients are away.
     pub(crate) detached: Detached,
     pub(crate) draining: AtomicBool,
+    /// Notified when requests that wait have to end.
+    waits_end: Notify,
     /// The sessions that held or waited for something when the server began to shut down, if anybody could say.
     pub(crate) busy: OnceLock<HashSet<SessionId>>,
     pub(crate) read_timeout: Span,
@@ -147,6 +150,7 @@ impl Service {
             auth: Auth::new(config),
             detached: Detached::default(),
             draining: AtomicBool::new(false),
+            waits_end: Notify::new(),
             busy: OnceLock::new(),
             read_timeout: span(config.read_timeout),
             write_timeout: some(config.write_timeout),
@@ -163,13 +167,25 @@ impl Service {
         })
     }
 
-    /// Refuses all further requests, and looks who must be waited for.
+    /// Refuses all further requests, looks who must be waited for, and ends the waits over HTTP and gRPC.
     pub(crate) async fn begin_drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
         let engine = Arc::clone(&self.engine);
         let busy = tokio::task::spawn_blocking(move || engine.busy_sessions());
         if let Ok(Ok(Some(busy))) = tokio::time::timeout(BUSY_TIMEOUT, busy).await {
             let _ = self.busy.set(busy);
+        }
+        self.waits_end.notify_waiters();
+    }
+
+    /// Waits until the server shuts down.
+    pub(crate) async fn drained(&self) {
+        loop {
+            let waits_end = self.waits_end.notified();
+            if self.is_draining() {
+                return;
+            }
+            waits_end.await;
         }
     }
 

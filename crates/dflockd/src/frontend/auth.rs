@@ -10,9 +10,11 @@
 //! right token before is not concerned.
 
 use std::net::IpAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
+use std::task::Context;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use axum::http::header::AUTHORIZATION;
@@ -23,10 +25,13 @@ use tokio::sync::watch;
 
 use crate::config::{Config, Secret, Tokens};
 use crate::frontend::rate::{Bucket, Rate, RateLimit};
+use crate::logging;
 use crate::service::Service;
 
 /// Wrong tokens that an address may send at once.
 const BURST: u64 = 10;
+/// Each answer to a wrong token comes this much later.
+pub(crate) const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
 
 /// Whose token it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +62,10 @@ impl Pass {
     pub(crate) const OPEN: Self = Self(0);
 }
 
+/// Where a request over HTTP or gRPC comes from, and with which token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
+
 /// A [`Pass`] that changes when its owner comes with another token.
 #[derive(Debug, Default)]
 pub(crate) struct LatestPass(AtomicU64);
@@ -84,6 +93,8 @@ pub(crate) enum Denied {
     TooMany,
     /// There is no such token, so nobody has it.
     Disabled,
+    /// The token is right, but what an operator does can not be written down now, and so is not done.
+    Unaudited,
 }
 
 /// Where an attempt comes from.
@@ -323,6 +334,7 @@ impl Service {
                 Denied::Wrong => "authentication failed",
                 Denied::TooMany => "too many wrong tokens",
                 Denied::Disabled => "no admin token is configured",
+                Denied::Unaudited => "no room for an audit record",
             };
             if let Some(suppressed) = self.log_budget.admit(peer, what) {
                 tracing::warn!(%peer, token, suppressed, "{what}");
@@ -342,15 +354,74 @@ impl Service {
         self.admit(TokenKind::Client, door, origin, bearer(headers))
     }
 
-    /// The same for operators.
-    pub(crate) fn admit_admin(
+    /// Whether somebody who presents this token may do what operators do.
+    pub(crate) fn admit_operator(
+        &self,
+        door: Door,
+        origin: &Origin,
+        presented: Option<&[u8]>,
+    ) -> Result<Pass, Denied> {
+        let pass = self.admit(TokenKind::Admin, door, origin, presented)?;
+        if logging::audit_has_room() { Ok(pass) } else { Err(Denied::Unaudited) }
+    }
+
+    /// Whether a request with these headers may do what operators do. The answer to a wrong token comes after a pause.
+    pub(crate) async fn admit_admin(
         &self,
         door: Door,
         origin: &Origin,
         headers: &HeaderMap,
     ) -> Result<Pass, Denied> {
         let presented = headers.get("x-dflockd-admin").map(HeaderValue::as_bytes);
-        self.admit(TokenKind::Admin, door, origin, presented)
+        let admitted = self.admit_operator(door, origin, presented);
+        if admitted == Err(Denied::Wrong) {
+            tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
+        }
+        admitted
+    }
+}
+
+/// The token that a request over HTTP or gRPC came with, if any.
+pub(crate) struct Revocable {
+    service: Arc<Service>,
+    door: Door,
+    pass: Pass,
+    /// Ready when the token is no longer valid; made when the request has to wait.
+    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+}
+
+impl Revocable {
+    pub(crate) fn new(service: &Arc<Service>, door: Door, pass: Pass) -> Self {
+        Self { service: Arc::clone(service), door, pass, revoked: None }
+    }
+
+    /// Whether the token is no longer valid now. Then the request is counted as revoked.
+    pub(crate) fn is_gone(&self) -> bool {
+        let is_gone =
+            self.pass != Pass::OPEN && !self.service.auth.is_valid(TokenKind::Client, self.pass);
+        if is_gone {
+            self.service.metrics.revoked(self.door);
+        }
+        is_gone
+    }
+
+    /// Whether the token is no longer valid, which is told and counted once. If not, the task is woken when that
+    /// changes.
+    pub(crate) fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.pass == Pass::OPEN {
+            return false;
+        }
+        let (service, pass) = (&self.service, self.pass);
+        let revoked = self.revoked.get_or_insert_with(|| {
+            let service = Arc::clone(service);
+            Box::pin(async move { service.auth.revoked(TokenKind::Client, pass).await })
+        });
+        let is_revoked = revoked.as_mut().poll(cx).is_ready();
+        if is_revoked {
+            self.service.metrics.revoked(self.door);
+            self.pass = Pass::OPEN;
+        }
+        is_revoked
     }
 }
 

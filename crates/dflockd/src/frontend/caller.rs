@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
 use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
-use dflockd_engine::replica::types::Run;
 use dflockd_engine::{
     Attaching, Attachment, Door, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
 };
@@ -40,13 +39,8 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    /// A new session over HTTP.
-    pub(crate) fn open(service: &Arc<Service>, label: Arc<str>) -> Self {
-        Self::open_at(service, Door::Http, label)
-    }
-
     /// A new session.
-    pub(crate) fn open_at(service: &Arc<Service>, door: Door, label: Arc<str>) -> Self {
+    pub(crate) fn open(service: &Arc<Service>, door: Door, label: Arc<str>) -> Self {
         let push_bytes = Arc::new(PushBytes::new(service.pending_bytes_max));
         Self::open_with(service, door, label, push_bytes)
     }
@@ -73,20 +67,11 @@ impl Caller {
     /// The session with this secret, wherever it was until now; none if there is no such session.
     pub(crate) async fn attach(
         service: &Arc<Service>,
-        label: Arc<str>,
-        secret: SessionSecret,
-    ) -> Option<Self> {
-        Self::attach_at(service, Door::Http, label, secret).await
-    }
-
-    /// The same through any door.
-    pub(crate) async fn attach_at(
-        service: &Arc<Service>,
         door: Door,
         label: Arc<str>,
         secret: SessionSecret,
     ) -> Option<Self> {
-        let mut caller = Self::open_at(service, door, label);
+        let mut caller = Self::open(service, door, label);
         let id = caller.next_request();
         let mut pending = caller.expect(id, false, b"");
         let mut pokes = Pokes::new();
@@ -128,6 +113,11 @@ impl Caller {
         self.me.id()
     }
 
+    /// Waits until the server shuts down.
+    pub(crate) async fn drained(&self) {
+        self.service.drained().await;
+    }
+
     /// Gives the session a name that people see.
     pub(crate) fn set_label(&self, label: Arc<str>) {
         self.me.set_label(label);
@@ -161,8 +151,7 @@ impl Caller {
             waiting.or_else(|| state.left.get(&request).copied())
         };
         // The log of a cluster is one place, so what was asked through another member is withdrawn as well.
-        let anywhere = || engine.replicated().map(|_| engine.place(b""));
-        if let Some(place) = known.or_else(anywhere) {
+        if let Some(place) = known.or_else(|| engine.only_place()) {
             let mut pokes = Pokes::new();
             engine.cancel(&self.me, request, place, &mut pokes);
             pokes.run();
@@ -237,7 +226,7 @@ impl Caller {
     /// Whether the session can be used at all: one that was opened before this member of a cluster had taken its place
     /// is never answered.
     pub(crate) fn has_home(&self) -> bool {
-        self.service.engine.replicated().is_none() || Run::of(self.id()) != Run(0)
+        self.service.engine.answers(self.id())
     }
 
     /// Waits until the session is over.
@@ -360,7 +349,7 @@ pub(crate) struct Common {
 impl Common {
     pub(crate) fn new(service: &Arc<Service>, door: Door, label: &str) -> Self {
         let label: Arc<str> = label.into();
-        let caller = Caller::open_at(service, door, Arc::clone(&label));
+        let caller = Caller::open(service, door, Arc::clone(&label));
         let caller = ArcSwap::from_pointee(caller);
         Self { service: Arc::clone(service), door, label, caller }
     }
@@ -370,7 +359,7 @@ impl Common {
         if !caller.is_gone() && caller.has_home() {
             return caller;
         }
-        let fresh = Caller::open_at(&self.service, self.door, Arc::clone(&self.label));
+        let fresh = Caller::open(&self.service, self.door, Arc::clone(&self.label));
         let fresh = Arc::new(fresh);
         self.caller.store(Arc::clone(&fresh));
         fresh
@@ -748,9 +737,9 @@ mod tests {
 
     /// A session that holds the lock, and one with many calls that wait for it.
     async fn scene(service: &Arc<Service>) -> (Caller, Arc<Caller>) {
-        let holder = Caller::open(service, "holder".into());
+        let holder = Caller::open(service, Door::Http, "holder".into());
         holder.call(acquire(Span::ZERO)).await.unwrap().told();
-        let victim = Arc::new(Caller::open(service, "victim".into()));
+        let victim = Arc::new(Caller::open(service, Door::Http, "victim".into()));
         for _ in 0..CALLS {
             let victim = Arc::clone(&victim);
             tokio::spawn(async move { victim.call(acquire(Span::from_secs(3600))).await.is_ok() });
@@ -764,7 +753,7 @@ mod tests {
     }
 
     async fn lock_is_free(service: &Arc<Service>) {
-        let other = Caller::open(service, "other".into());
+        let other = Caller::open(service, Door::Http, "other".into());
         let answer = other.call(acquire(Span::from_secs(60))).await.unwrap();
         assert!(answer.gives(), "{:?}", answer.outcome());
     }
@@ -776,7 +765,8 @@ mod tests {
         let service = service();
         let (holder, victim) = scene(&service).await;
         let secret = victim.keep().await.unwrap();
-        let now = Caller::attach(&service, "now".into(), secret.unwrap()).await.unwrap();
+        let now =
+            Caller::attach(&service, Door::Http, "now".into(), secret.unwrap()).await.unwrap();
         // Before any of the calls has noticed: each is granted the lock in turn, and nobody takes it.
         holder.close();
         lock_is_free(&service).await;

@@ -75,10 +75,10 @@ impl Service {
         let Ok(Some(waiting)) = waiting else {
             return tracing::error!("sessions of a dropped token not ended: nobody can say which");
         };
-        let caller = Caller::open_at(&self, Door::Line, "revocation".into());
+        let caller = Caller::open(&self, Door::Line, "revocation".into());
         for session in waiting {
             let id = session.id();
-            let ended = if self.engine.replicated().is_some() {
+            let ended = if self.engine.is_replicated() {
                 caller.end_session(id).await.is_ok()
             } else {
                 let mut pokes = Pokes::new();

@@ -135,6 +135,15 @@ impl Feed {
         Some(Share { followed: Arc::clone(&self.followed), patterns })
     }
 
+    /// Where the history is, if somebody comes with a place that it has not reached: one of an earlier process whose
+    /// clock was ahead. In a cluster it is only this member that may be behind.
+    pub(crate) fn not_reached(&self, after: Option<Revision>) -> Option<Revision> {
+        if self.engine.is_replicated() {
+            return None;
+        }
+        self.engine.revision().filter(|now| after > Some(*now))
+    }
+
     /// How many follow.
     pub(crate) fn followers(&self) -> usize {
         self.pump.lock().upgrade().map_or(0, |pump| pump.news.receiver_count())

@@ -47,9 +47,15 @@ async fn a_server_that_goes_tells_everybody() {
     let watching = health.watch(HealthCheckRequest::default()).await;
     let mut watching = watching.unwrap().into_inner();
     assert_eq!(soon("health", watching.message()).await.unwrap().unwrap().status, 1);
+    // A line connection that holds something is waited for: it keeps the drain going while this test looks at it.
+    let mut line = site.server.connect();
+    assert!(line.ask("l", "busy", "0").starts_with("ok "));
     site.server.signal("TERM");
     let told = soon("its end", call).await.unwrap();
     refused(told, Code::Unavailable, Reason::Draining);
+    let told = holder.try_acquire(holder.request("another", 0)).await;
+    refused(told, Code::Unavailable, Reason::Draining);
+    drop(line);
     refused(Err::<(), _>(end(&mut watch).await), Code::Unavailable, Reason::Draining);
     refused(Err::<(), _>(end(&mut observe).await), Code::Unavailable, Reason::Draining);
     assert_eq!(soon("health", watching.message()).await.unwrap().unwrap().status, 2);

@@ -187,9 +187,17 @@ fn wrong_tokens_are_counted_by_their_kind() {
         site.ask(end.clone().admin("wrong")).refused(401, "admin_unauthorized");
     }
     site.wire().ask(&Ask::get("/v1/stats")).refused(401, "unauthorized");
+    let mut line = site.line();
+    line.check("auth", "_", TOKEN, "ok");
+    line.check("end-session", "1", "wrong x", "error_auth");
     let page = site.get("/metrics").text();
-    for (labels, count) in [("token=\"admin\"", 3), ("token=\"client\"", 1)] {
-        let line = format!("dflockd_auth_failures_total{{door=\"http\",{labels}}} {count}");
+    for (labels, count) in [
+        ("door=\"http\",token=\"admin\"", 3),
+        ("door=\"http\",token=\"client\"", 1),
+        ("door=\"line\",token=\"admin\"", 1),
+        ("door=\"line\",token=\"client\"", 0),
+    ] {
+        let line = format!("dflockd_auth_failures_total{{{labels}}} {count}");
         assert!(page.contains(&line), "{line} is not in:\n{page}");
     }
 }

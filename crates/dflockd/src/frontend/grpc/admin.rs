@@ -15,13 +15,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::{TOO_MANY, WRONG_TOKEN_PAUSE};
+use super::gate::TOO_MANY;
 use super::locks::done;
 use super::session_calls::Told;
 use super::{Api, App, Peer, budget, fields, fitting, open};
 use crate::audit::{By, Deed, Record};
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
-use crate::logging;
 use crate::metrics::door_name;
 use crate::operate;
 
@@ -57,7 +56,7 @@ impl Admin for Api {
         let app = Arc::clone(&self.0);
         let listed = move || {
             let infos = app.service.engine.sessions(SessionId(after), limit)?;
-            let mut metadata = app.sessions.metadata();
+            let mut metadata = app.metadata();
             let is_last = infos.len() < limit;
             let mut next = infos.last().filter(|_| !is_last).map_or(0, |last| last.id.0);
             let sessions = infos.into_iter().map(|info| SessionView {
@@ -107,10 +106,10 @@ impl Admin for Api {
         let pass = self.0.check_admin(&request).await?;
         let (Peer(peer, _), request) = open(request)?;
         let app = Arc::clone(&self.0);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let (sender, records) = mpsc::channel(RECORDS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let ended = tokio::select! {
                 () = tell_audit(&app, request, &sender) => return,
                 () = sender.closed() => return,
@@ -182,19 +181,19 @@ impl App {
     /// Whether a call carries an admin token, and which.
     pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<Pass, Refused> {
         let origin = request.extensions().get::<Origin>().ok_or_else(Refused::internal)?;
-        match self.service.admit_admin(Door::Grpc, origin, request.metadata().as_ref()) {
-            // What can not be written down is not done.
-            Ok(_) if !logging::audit_has_room() => return Err(Refused::unavailable()),
-            Ok(pass) => return Ok(pass),
-            Err(Denied::Disabled) => {
-                let text = "no admin token is configured";
-                return Err(Refused::new(Code::FailedPrecondition, Reason::AdminDisabled, text));
+        let headers = request.metadata().as_ref();
+        let admitted = self.service.admit_admin(Door::Grpc, origin, headers).await;
+        admitted.map_err(|denied| match denied {
+            Denied::Wrong => {
+                let text = "a valid admin token is required";
+                Refused::new(Code::PermissionDenied, Reason::NotAdmin, text)
             }
-            Err(Denied::TooMany) => return Err(Refused::rate_limited(TOO_MANY)),
-            Err(Denied::Wrong) => {}
-        }
-        tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
-        let text = "a valid admin token is required";
-        Err(Refused::new(Code::PermissionDenied, Reason::NotAdmin, text))
+            Denied::TooMany => Refused::rate_limited(TOO_MANY),
+            Denied::Disabled => {
+                let text = "no admin token is configured";
+                Refused::new(Code::FailedPrecondition, Reason::AdminDisabled, text)
+            }
+            Denied::Unaudited => Refused::unavailable(),
+        })
     }
 }

@@ -7,7 +7,7 @@ use dflockd_engine::policy_settings;
 use dflockd_engine::replica::admin::AdminRequest;
 use dflockd_engine::replica::policy::{PolicySetting, PolicyValue};
 use dflockd_engine::replica::types::{AutoRelease as Release, Policy as CorePolicy};
-use dflockd_engine::{Door, Replicated};
+use dflockd_engine::{Door, View};
 use dflockd_wire::grpc::cluster_server::Cluster;
 use dflockd_wire::grpc::{
     AddRequest, AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest,
@@ -36,7 +36,7 @@ impl Cluster for Api {
         &self,
         _: Request<MembersRequest>,
     ) -> Result<Response<MembersResponse>, Status> {
-        let view = self.0.cluster()?.view();
+        let view = self.0.cluster()?;
         let leader = view.status.and_then(|status| status.leader);
         let members = view.members.iter().map(|(id, member)| Member {
             node: member.node.clone(),
@@ -171,10 +171,10 @@ impl Cluster for Api {
     ) -> Result<Response<Self::HealthStream>, Status> {
         let Peer(peer, _) = Peer::of(&request)?;
         let app = Arc::clone(&self.0);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let mut last = None;
             loop {
                 let now = app.health();
@@ -199,8 +199,8 @@ impl Cluster for Api {
 }
 
 impl App {
-    fn cluster(&self) -> Result<&Arc<Replicated>, Refused> {
-        self.service.engine.replicated().ok_or_else(|| {
+    fn cluster(&self) -> Result<View, Refused> {
+        self.service.engine.view().ok_or_else(|| {
             let text = "this server is no member of a cluster";
             Refused::new(Code::FailedPrecondition, Reason::NoCluster, text)
         })
@@ -234,11 +234,10 @@ impl App {
 
     fn health(&self) -> HealthResponse {
         let (ready, draining) = (self.is_ready(), self.service.is_draining());
-        let Some(member) = self.service.engine.replicated() else {
+        let Some(view) = self.service.engine.view() else {
             let role = "memory".to_owned();
             return HealthResponse { ready, draining, role, ..HealthResponse::default() };
         };
-        let view = member.view();
         let leader = view.status.and_then(|status| status.leader);
         let leader = leader.and_then(|leader| view.members.get(&leader));
         HealthResponse {

@@ -109,7 +109,7 @@ impl Elections for Api {
         let (Peer(peer, _), request) = open(request)?;
         let key = fields::key(&request.key)?.to_vec();
         let app = Arc::clone(&self.0);
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let label = format!("observer {peer}");
         let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
         let subscription = Subscription::Leaders { key: &key };
@@ -119,7 +119,7 @@ impl Elections for Api {
         let values = values.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let told = tokio::select! {
                 told = observe(&app, &caller, values, key, &sender) => told,
                 () = sender.closed() => return,

@@ -25,14 +25,12 @@ use super::error::Refused;
 use super::sessions::Told;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
-use crate::config::FollowerMode;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::admission::NotServed;
+use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
-use crate::frontend::caller::Answer;
+use crate::frontend::giveback::{Gift, Giving};
 use crate::metrics::{GrpcMethod, Streams};
 
-/// Whoever guesses tokens has to wait this long for each answer.
-pub(super) const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
 /// What who guesses tokens is told.
 pub(super) const TOO_MANY: &str = "too many wrong tokens from this address";
 /// Asked by machines that watch this one; always answered.
@@ -50,10 +48,6 @@ pub(super) struct Gated {
     app: Arc<App>,
     routes: Routes,
 }
-
-/// An answer that gives something away, on its way to the gate.
-#[derive(Clone)]
-struct Gift(Arc<Mutex<Option<Answer>>>);
 
 /// The room that an answer has taken, on its way to the gate.
 #[derive(Clone)]
@@ -73,7 +67,7 @@ pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
     if let Told::Answer(answer) = told
         && answer.gives()
     {
-        response.extensions_mut().insert(Gift(Arc::new(Mutex::new(Some(answer)))));
+        response.extensions_mut().insert(Gift::new(answer));
     }
     response
 }
@@ -128,7 +122,7 @@ impl Service<Request<Body>> for Gated {
         };
         let app = Arc::clone(&self.app);
         let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
-        let pass = Revocable { app: Arc::clone(&self.app), pass, revoked: None };
+        let pass = Revocable::new(&self.app.service, Door::Grpc, pass);
         Passing { step, call: Some(call), drained, pass: Some(pass), budget }
     }
 }
@@ -161,45 +155,6 @@ type Drained = Pin<Box<dyn Future<Output = ()> + Send>>;
 fn drained(app: &Arc<App>) -> Drained {
     let app = Arc::clone(app);
     Box::pin(async move { app.drained().await })
-}
-
-/// The token that a call came with.
-struct Revocable {
-    app: Arc<App>,
-    pass: Pass,
-    /// Ready when it is no longer valid; made when the call has to wait.
-    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-}
-
-impl Revocable {
-    /// Whether the token is no longer valid now.
-    fn is_gone(&self) -> bool {
-        let auth = &self.app.service.auth;
-        let is_gone = self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass);
-        if is_gone {
-            self.app.service.metrics.revoked(Door::Grpc);
-        }
-        is_gone
-    }
-
-    /// Whether the token is no longer valid; if not, the task is woken when that changes.
-    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.pass == Pass::OPEN {
-            return false;
-        }
-        let (app, pass) = (&self.app, self.pass);
-        let revoked = self.revoked.get_or_insert_with(|| {
-            let app = Arc::clone(app);
-            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
-        });
-        let is_revoked = revoked.as_mut().poll(cx).is_ready();
-        if is_revoked {
-            self.app.service.metrics.revoked(Door::Grpc);
-            // It is told once, and not looked at any more.
-            self.pass = Pass::OPEN;
-        }
-        is_revoked
-    }
 }
 
 /// A call that is counted when it ends.
@@ -277,7 +232,9 @@ impl App {
         let admitted = self.service.admit_bearer(Door::Grpc, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Turned::Away(Refused::rate_limited(TOO_MANY)),
-            Denied::Wrong | Denied::Disabled => Turned::AwayLater(Refused::unauthenticated()),
+            Denied::Wrong | Denied::Disabled | Denied::Unaudited => {
+                Turned::AwayLater(Refused::unauthenticated())
+            }
         })?;
         if let Some(usage) = request.extensions().get::<Usage>() {
             usage.authenticate();
@@ -291,19 +248,14 @@ impl App {
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(peer);
         }
-        if self.service.is_draining() {
-            return Err(Turned::Away(Refused::draining()));
-        }
-        let Some(member) = self.service.engine.replicated() else { return Ok(peer) };
-        let redirects = self.service.follower_mode == FollowerMode::Redirect;
-        if !redirects && !member.is_witness() {
-            return Ok(peer);
-        }
-        let view = member.view();
-        if view.is_leader() && !member.is_witness() {
-            return Ok(peer);
-        }
-        Err(Turned::Away(Refused::not_leader(view.leader_addr(), view.leader_grpc_addr())))
+        let served = self.service.check_served(self.service.redirects(false));
+        served.map_err(|why| match why {
+            NotServed::Draining => Turned::Away(Refused::draining()),
+            NotServed::NotLeader(leader) => {
+                Turned::Away(Refused::not_leader(leader.line.as_deref(), leader.grpc.as_deref()))
+            }
+        })?;
+        Ok(peer)
     }
 }
 
@@ -372,7 +324,7 @@ impl Future for Passing {
 impl Passing {
     fn answer(&mut self, mut response: HttpResponse<Body>) -> HttpResponse<GivingBody> {
         let gift = response.extensions_mut().remove::<Gift>();
-        let answer = gift.and_then(|gift| gift.0.lock().take());
+        let answer = gift.and_then(|gift| gift.take());
         let (mut call, drained) = (self.call.take(), self.drained.take());
         // Only a stream lasts longer than it takes to read it.
         let pass = self.pass.take().filter(|_| drained.is_some());
@@ -383,9 +335,8 @@ impl Passing {
         let room = held.map(|held| std::mem::take(&mut *held.0.lock()));
         let (budget, rest) = (self.budget.take(), Bytes::new());
         response.map(|body| GivingBody {
-            body,
+            body: Giving::new(body, answer),
             rest,
-            answer,
             call,
             drained,
             pass,
@@ -402,10 +353,9 @@ fn is_over(drained: &mut Option<Drained>, cx: &mut Context<'_>) -> bool {
 
 /// The body of an answer. What it gives is given back unless the message is taken.
 pub(super) struct GivingBody {
-    body: Body,
+    body: Giving<Body>,
     /// Of a message whose beginning was handed on.
     rest: Bytes,
-    answer: Option<Answer>,
     call: Option<Call>,
     drained: Option<Drained>,
     pass: Option<Revocable>,
@@ -434,7 +384,7 @@ impl GivingBody {
     /// The last of a stream that ends because the server does, or its token is dropped.
     fn end(&mut self, why: Refused) -> Frame<Bytes> {
         self.rest = Bytes::new();
-        self.body = Body::empty();
+        self.body = Giving::new(Body::empty(), None);
         self.drained = None;
         self.pass = None;
         let mut trailers = HeaderMap::new();
@@ -449,12 +399,6 @@ impl GivingBody {
 
     /// Looks at what goes to the client. Whether a stream ends because the server does, and does not say so.
     fn look(&mut self, frame: &Frame<Bytes>) -> bool {
-        if frame.is_data() {
-            if let Some(answer) = self.answer.take() {
-                answer.told();
-            }
-            return false;
-        }
         let (Some(call), Some(trailers)) = (&mut self.call, frame.trailers_ref()) else {
             return false;
         };

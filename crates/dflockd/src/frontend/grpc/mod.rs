@@ -20,10 +20,10 @@ mod values;
 mod views;
 mod watch;
 
-use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use dflockd_core::Span;
 use dflockd_engine::Door;
 use dflockd_wire::grpc::{
     self as proto, admin_server::AdminServer, barriers_server::BarriersServer,
@@ -33,21 +33,21 @@ use dflockd_wire::grpc::{
     watch_server::WatchServer,
 };
 use prost::Message;
-use tokio::sync::watch as watched;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use self::error::Refused;
-pub(crate) use self::listen::{Limits, Listener};
-use self::sessions::Sessions;
+pub(crate) use self::listen::listen;
+use self::sessions::{Details, TTL_MAX, TTL_MIN};
 use crate::config::Config;
-use crate::frontend::auth::{Pass, TokenKind};
+pub(crate) use crate::frontend::auth::Peer;
 use crate::frontend::budget::Budget;
 use crate::frontend::caller::Common;
 use crate::frontend::rate::RateLimit;
-use crate::service::{ANSWER_BYTES_MAX, Service};
+use crate::frontend::sessions::SessionStore;
+use crate::service::{ANSWER_BYTES_MAX, Service, span};
 
 /// The longest message, in both directions.
 const MESSAGE_BYTES_MAX: usize = 2 << 20;
@@ -74,64 +74,37 @@ const SERVICES: [&str; 12] = [
 /// What all calls share.
 pub(crate) struct App {
     pub(crate) service: Arc<Service>,
-    pub(crate) sessions: Sessions,
+    pub(crate) sessions: SessionStore<Details>,
+    /// The time to live of a session whose client does not name one.
+    default_ttl: Span,
     rate_limit: Option<RateLimit>,
     /// For calls that need no session.
     common: Common,
-    draining: watched::Sender<bool>,
 }
 
 /// The services.
 #[derive(Clone)]
 pub(crate) struct Api(pub(crate) Arc<App>);
 
-/// Where a call comes from, and with which token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
-
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
-            sessions: Sessions::new(config),
+            sessions: sessions::store(config, service),
+            default_ttl: span(config.default_lease_ttl).clamp(TTL_MIN, TTL_MAX),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
             common: Common::new(service, Door::Grpc, "grpc"),
-            draining: watched::Sender::new(false),
             service: Arc::clone(service),
         }
     }
 
-    /// Ends the sessions that came with a token that is no longer valid. Streams and calls that wait see it themselves.
-    pub(crate) fn revoke(&self) {
-        let auth = &self.service.auth;
-        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
-        for session in revoked {
-            self.service.metrics.revoked(Door::Grpc);
-            session.caller.revoke();
-        }
-    }
-
-    /// Forgets addresses whose calls are not limited any more.
-    pub(crate) fn sweep_rates(&self) {
-        if let Some(limit) = &self.rate_limit {
-            limit.sweep(Instant::now());
-        }
-    }
-
-    /// Ends what waits.
-    pub(crate) fn drain(&self) {
-        self.draining.send_replace(true);
-    }
-
     /// Waits until the server shuts down.
     pub(crate) async fn drained(&self) {
-        // The sender is here, so it can not end otherwise.
-        let _ = self.draining.subscribe().wait_for(|draining| *draining).await;
+        self.service.drained().await;
     }
 
     /// Whether calls are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
-        let member = self.service.engine.replicated();
-        !self.service.is_draining() && member.is_none_or(|member| member.is_ready())
+        !self.service.is_draining() && self.service.engine.is_ready()
     }
 }
 

@@ -35,7 +35,7 @@ impl Service for Api {
         let (peer, request) = open(request)?;
         let Self(app) = self;
         let ttl = match fields::lasting(request.ttl_ms)? {
-            None => app.sessions.default_ttl(),
+            None => app.default_ttl,
             Some(ttl) if (TTL_MIN..=TTL_MAX).contains(&ttl) => ttl,
             Some(_) => {
                 let text = "a time to live is 1000 to 3600000 milliseconds";
@@ -135,14 +135,13 @@ impl App {
         let kicked = self.common().kick(session.caller.id()).await;
         let outcome = kicked.map_err(|_| Refused::unknown())?;
         if outcome == Outcome::Refused(Refusal::NotHeld) {
-            self.sessions.remove(key, &session);
+            self.sessions.remove(key.secret, &session);
             return Err(Refused::session_gone());
         }
         if let Outcome::Refused(refusal) = outcome {
             return Err(Refused::by_core(refusal));
         }
-        self.sessions.remove(key, &session);
-        session.caller.close();
+        self.sessions.close(key.secret, &session);
         Ok(())
     }
 }
@@ -193,8 +192,8 @@ async fn renew(session: &Session, ack_through: u64) -> Result<KeepAliveResponse,
     if let Some(up_to) = fields::request(ack_through)? {
         session.caller.call(Command::Acknowledge(command::Acknowledge { up_to })).await?;
     }
-    let Session { ttl, caller, .. } = session;
-    let renewed = caller.call(Command::RenewSession(command::RenewSession { lease: *ttl })).await?;
+    let renew = command::RenewSession { lease: session.details.ttl };
+    let renewed = session.caller.call(renew.into()).await?;
     session.touch();
     let Outcome::Number(renewed) = renewed.outcome() else {
         return Err(Refused::by(renewed.outcome()));

@@ -56,14 +56,14 @@ impl Signals for Api {
         let first = requests.message().await?;
         let first = first.filter(|first| !first.add.is_empty());
         let first = first.ok_or_else(|| Refused::bad_request("a subscription is required"))?;
-        let seat = app.sessions.seat(peer)?;
+        let permit = app.sessions.permit(peer)?;
         let label = format!("signals {peer}");
         let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
         // Refused before the stream begins, where that is seen at once.
         apply(&caller, &first).await?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let told = tokio::select! {
                 told = listen(&app, &caller, requests, &sender) => told,
                 () = sender.closed() => return,

@@ -46,8 +46,10 @@ impl Watch for Api {
         let filter = Filter::new(&request)?;
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);
-        let seat = app.sessions.seat(peer)?;
-        check_place(&app, after)?;
+        let permit = app.sessions.permit(peer)?;
+        if let Some(now) = app.service.feed.not_reached(after) {
+            return Err(compacted(now).into());
+        }
         let pattern = match &filter.patterns[..] {
             [only] => only,
             _ => EVERYTHING,
@@ -56,7 +58,7 @@ impl Watch for Api {
         let follower = follow.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
-            let _seat = seat;
+            let _permit = permit;
             let told = tokio::select! {
                 told = tell(&app, follower, &filter, &sender) => told,
                 () = sender.closed() => return,
@@ -68,18 +70,6 @@ impl Watch for Api {
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(news))))
     }
-}
-
-/// A place that the history has not reached is one of an earlier process. In a cluster it is only this member that may
-/// be behind.
-fn check_place(app: &App, after: Option<Revision>) -> Result<(), Refused> {
-    if app.service.engine.replicated().is_none()
-        && let Some(now) = app.service.engine.revision()
-        && after > Some(now)
-    {
-        return Err(compacted(now));
-    }
-    Ok(())
 }
 
 fn compacted(upto: Revision) -> Refused {

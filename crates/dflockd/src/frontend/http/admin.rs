@@ -1,8 +1,6 @@
 //! What an operator does: ends a hold or a session, changes who is in the cluster. All of it is audited, and what was
 //! done is told here.
 
-use std::time::Duration;
-
 use axum::extract::{FromRequestParts, State};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
@@ -11,7 +9,6 @@ use dflockd_core::{Outcome, Refusal, SessionId, Space, check};
 use dflockd_engine::Door;
 use dflockd_engine::replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -20,17 +17,13 @@ use super::answer::{self, Decimal, StatusBody};
 use super::body::{self, Json, Key, Query, reply};
 use super::contract::{AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals};
 use super::error::ApiError;
+use super::layers::not_leader;
 use super::look::fitting;
 use super::{Admin, App, Peer, Shared, fields};
 use crate::audit::{By, Deed, Record, whole};
-use crate::config::FollowerMode;
 use crate::operate::{self, is_address, is_node};
 use crate::report::json_bytes;
 
-/// How long a new member may take to catch up before the request ends.
-const CATCH_UP: Duration = Duration::from_secs(10);
-/// How often it is looked whether it has.
-const CATCH_UP_LOOK: Duration = Duration::from_millis(100);
 /// The usual page of what was done, and the longest.
 const PAGE: usize = 100;
 const PAGE_MAX: usize = 1000;
@@ -202,7 +195,7 @@ async fn add_voter(
     Peer(peer, _): Peer,
     Json(body): Json<AddVoter>,
 ) -> Result<Response, ApiError> {
-    app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
+    check_cluster(&app)?;
     let AddVoter { node_id, raft_addr, client_addr, witness } = body;
     if !is_node(&node_id) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
@@ -218,11 +211,7 @@ async fn add_voter(
         witness: witness.unwrap_or(false),
     };
     let added = whole(async move {
-        let result = app.add_member(add, &node).await;
-        let deed = Deed::Change { verb: "add", node: Some(node) };
-        let by = By::address(Door::Http, peer);
-        app.service.audit.note(&by, deed, "", Some(result.is_ok()));
-        result
+        operate::add_voter(&app.service, &By::address(Door::Http, peer), add, node).await
     });
     let result = added.await.ok_or_else(ApiError::internal)?;
     told(result, node_id, "add_voter_failed")
@@ -250,18 +239,13 @@ async fn remove_voter(
     Peer(peer, _): Peer,
     Id(node): Id,
 ) -> Result<Response, ApiError> {
-    let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
-    let member = member.clone();
+    check_cluster(&app)?;
     if !is_node(&node) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
     let removed = node.clone();
     let removal = whole(async move {
-        let result = member.admin(AdminRequest::Remove { node: removed.clone() }).await;
-        let deed = Deed::Change { verb: "remove", node: Some(removed) };
-        let by = By::address(Door::Http, peer);
-        app.service.audit.note(&by, deed, "", Some(result.is_ok()));
-        result
+        operate::remove_voter(&app.service, &By::address(Door::Http, peer), removed).await
     });
     let result = removal.await.ok_or_else(ApiError::internal)?;
     told(result, node, "remove_voter_failed")
@@ -278,20 +262,9 @@ fn told(
     }
 }
 
-impl App {
-    /// Adds a member and lets it vote when it has caught up.
-    async fn add_member(&self, add: AdminRequest, node: &str) -> Result<(), String> {
-        let member = self.service.engine.replicated().ok_or("there is no cluster")?;
-        member.admin(add).await?;
-        let deadline = Instant::now() + CATCH_UP;
-        loop {
-            let result = member.admin(AdminRequest::Promote { node: node.to_owned() }).await;
-            if result.is_ok() || Instant::now() >= deadline {
-                return result.map_err(|why| format!("{why}; it is a learner until you ask again"));
-            }
-            tokio::time::sleep(CATCH_UP_LOOK).await;
-        }
-    }
+fn check_cluster(app: &App) -> Result<(), ApiError> {
+    let is_member = app.service.engine.is_replicated();
+    is_member.then_some(()).ok_or_else(ApiError::cluster_disabled)
 }
 
 /// Answers when everything that was done before, by anybody, can be seen here.
@@ -302,18 +275,15 @@ impl App {
     responses((status = 200, description = "It can.", body = StatusBody), NoCluster, Refusals)
 )]
 async fn read_index(State(app): State<Shared>) -> Result<Response, ApiError> {
-    let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
-    let not_leader = || {
-        let view = member.view();
-        ApiError::not_leader(view.leader_addr(), view.leader_http_addr())
-    };
-    if app.service.follower_mode == FollowerMode::Redirect && member.leadership().is_err() {
-        return Err(not_leader());
+    check_cluster(&app)?;
+    if app.service.redirects(false) {
+        app.service.engine.serves(true).map_err(|leader| not_leader(&leader))?;
     }
     if app.common().barrier().await == Ok(Outcome::Done) {
         Ok(reply(&StatusBody { status: "ok" }))
     } else {
-        Err(not_leader())
+        let view = app.service.engine.view().ok_or_else(ApiError::cluster_disabled)?;
+        Err(not_leader(&view.leader()))
     }
 }
 

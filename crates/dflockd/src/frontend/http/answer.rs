@@ -5,22 +5,18 @@
     reason = "all that a request does not hope for is refused alike"
 )]
 
-use std::convert::Infallible;
-use std::pin::Pin;
-use std::task::{Context, Poll};
-
-use axum::body::{Body, Bytes};
+use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::Response;
 use dflockd_core::{Grant, Outcome, Span};
 use dflockd_wire::TokenText;
-use http_body::{Frame, SizeHint};
 use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
 use super::body::{json_line, json_response, no_content, reply};
 use super::error::ApiError;
 use crate::frontend::caller::Answer;
+use crate::frontend::giveback::Giving;
 
 /// The answer to a request for a lock. Without a grant there is only the status.
 #[derive(Serialize, ToSchema)]
@@ -149,41 +145,11 @@ pub(crate) fn give(answer: Answer, told: &impl Serialize) -> Response {
     if !answer.gives() {
         return reply(told);
     }
-    let text = Some(Bytes::from(json_line(told)));
-    json_response(StatusCode::OK, Body::new(Gift { text, answer: Some(answer) }))
+    let body = Giving::new(Body::from(json_line(told)), Some(answer));
+    json_response(StatusCode::OK, Body::new(body))
 }
 
 /// Whole milliseconds.
 pub(crate) fn millis(span: Span) -> u64 {
     span.0 / 1_000_000
-}
-
-/// A body with something in it that is given back unless the body is taken.
-struct Gift {
-    text: Option<Bytes>,
-    answer: Option<Answer>,
-}
-
-impl http_body::Body for Gift {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        let text = self.text.take();
-        if let Some(answer) = self.answer.take() {
-            answer.told();
-        }
-        Poll::Ready(text.map(|text| Ok(Frame::data(text))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.text.is_none()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.text.as_ref().map_or(0, |text| text.len() as u64))
-    }
 }

@@ -15,15 +15,15 @@ use axum::http::{HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
-use dflockd_engine::Door;
+use dflockd_engine::{Door, Leader};
 use tokio::time::Sleep;
 use tower::{Layer, Service};
 
 use super::cors::{Allowed, preflight};
 use super::error::ApiError;
-use super::{App, Peer, Shared, WRONG_TOKEN_PAUSE, origin};
-use crate::config::FollowerMode;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use super::{App, Peer, Shared, origin};
+use crate::frontend::admission::NotServed;
+use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::telemetry::RequestTrace;
 
 /// Puts [`Gated`] around each route.
@@ -119,8 +119,9 @@ impl Service<Request> for Gated {
                 }
             }
         };
-        let (app, revoked) = (Shared::clone(app), None);
-        Passing { step, app, method, template, allowed, begun, trace, pass, revoked }
+        let pass = Revocable::new(&app.service, Door::Http, pass);
+        let app = Shared::clone(app);
+        Passing { step, app, method, template, allowed, begun, trace, pass }
     }
 }
 
@@ -155,7 +156,9 @@ impl App {
         let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Refused::Now(ApiError::auth_throttled()),
-            Denied::Wrong | Denied::Disabled => Refused::Later(challenge(ApiError::unauthorized())),
+            Denied::Wrong | Denied::Disabled | Denied::Unaudited => {
+                Refused::Later(challenge(ApiError::unauthorized()))
+            }
         })?;
         // What was asked of this server is told by no other.
         if kind == Kind::Api && request.uri().path() != AUDIT {
@@ -166,21 +169,18 @@ impl App {
 
     /// Refuses what this server does not do now, or never does itself.
     fn is_served_here(&self, method: &Method) -> Result<(), ApiError> {
-        if self.service.is_draining() {
-            return Err(ApiError::draining());
-        }
-        let Some(member) = self.service.engine.replicated() else { return Ok(()) };
         let changes = *method != Method::GET && *method != Method::HEAD;
-        let redirects = self.service.follower_mode == FollowerMode::Redirect && changes;
-        if !member.is_witness() && !redirects {
-            return Ok(());
-        }
-        let view = member.view();
-        if view.is_leader() && !member.is_witness() {
-            return Ok(());
-        }
-        Err(ApiError::not_leader(view.leader_addr(), view.leader_http_addr()))
+        let served = self.service.check_served(changes && self.service.redirects(false));
+        served.map_err(|why| match why {
+            NotServed::Draining => ApiError::draining(),
+            NotServed::NotLeader(leader) => not_leader(&leader),
+        })
     }
+}
+
+/// Tells where the leader is.
+pub(super) fn not_leader(leader: &Leader) -> ApiError {
+    ApiError::not_leader(leader.line.as_deref(), leader.http.as_deref())
 }
 
 /// Tells how to authenticate.
@@ -197,31 +197,7 @@ pub(crate) struct Passing {
     allowed: Option<Allowed>,
     begun: Instant,
     trace: Option<Box<RequestTrace>>,
-    /// The token it came with.
-    pass: Pass,
-    /// Ready when that is no longer valid; made when the request has to wait.
-    revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-}
-
-impl Passing {
-    /// Whether the token of the request, if it came with one, is no longer valid now.
-    fn is_gone(&self) -> bool {
-        let auth = &self.app.service.auth;
-        self.pass != Pass::OPEN && !auth.is_valid(TokenKind::Client, self.pass)
-    }
-
-    /// Whether the token of a request that waits is no longer valid.
-    fn is_revoked(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.pass == Pass::OPEN {
-            return false;
-        }
-        let (app, pass) = (&self.app, self.pass);
-        let revoked = self.revoked.get_or_insert_with(|| {
-            let app = Shared::clone(app);
-            Box::pin(async move { app.service.auth.revoked(TokenKind::Client, pass).await })
-        });
-        revoked.as_mut().poll(cx).is_ready()
-    }
+    pass: Revocable,
 }
 
 enum Step {
@@ -240,13 +216,11 @@ impl Future for Passing {
             Step::Route(route) => match Pin::new(route).poll(cx) {
                 // Its session went with the token, or it was granted what another one lost with it: what is not told
                 // is given back.
-                Poll::Ready(Ok(_)) if this.is_gone() => {
-                    this.app.service.metrics.revoked(Door::Http);
+                Poll::Ready(Ok(_)) if this.pass.is_gone() => {
                     Some(challenge(ApiError::revoked()).into_response())
                 }
                 Poll::Ready(Ok(response)) => Some(response),
-                Poll::Pending if this.is_revoked(cx) => {
-                    this.app.service.metrics.revoked(Door::Http);
+                Poll::Pending if this.pass.is_revoked(cx) => {
                     Some(challenge(ApiError::revoked()).into_response())
                 }
                 Poll::Pending => None,

@@ -2,25 +2,22 @@
 //!
 //! A connection is one task, in which its requests are handled as well (over HTTP/2 each has one of its own).
 
-use std::collections::HashMap;
 use std::convert::Infallible;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use arc_swap::ArcSwapOption;
 use axum::Router;
-use dflockd_engine::{AddressKey, Door};
+use dflockd_engine::Door;
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Notify, watch};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio_rustls::TlsAcceptor;
 use tower::Service as _;
 
@@ -28,12 +25,10 @@ use super::origin::Arrived;
 use super::pace::{Answering, HangUp, Pace, PaceLimits, Paced, PacedBody};
 use super::streams::Cut;
 use super::{Shared, router};
+use crate::frontend::accept::{Accepted, ApiConnections, Listener, Stage};
 use crate::frontend::auth::Origin;
 use crate::frontend::budget::{Budget, PIECE_BYTES};
-use crate::frontend::descriptors::Connections;
 
-const ACCEPT_PAUSE_MIN: Duration = Duration::from_millis(5);
-const ACCEPT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const HANDSHAKE: Duration = Duration::from_secs(10);
 const PACE: PaceLimits = PaceLimits {
     head: Duration::from_secs(10),
@@ -53,206 +48,77 @@ const CONNECTION_WINDOW: u32 = 512 * 1024;
 const H2_PING: Duration = Duration::from_secs(30);
 const H2_PONG: Duration = Duration::from_secs(20);
 
-/// All connections, and who may join them.
-pub(crate) struct Listener {
+/// What serves connections.
+struct Server {
     app: Shared,
     router: Router,
     protocol: auto::Builder<TokioExecutor>,
     /// For connections that may not speak HTTP/2.
     http1: auto::Builder<TokioExecutor>,
-    /// Swapped when the certificate is loaded again.
-    tls: ArcSwapOption<ServerConfig>,
-    connections: Arc<Connections>,
-    per_address_max: u64,
-    seats: Mutex<Seats>,
-    /// Notified when the last one leaves.
-    empty: Notify,
-    phase: watch::Sender<Phase>,
 }
 
-#[derive(Default)]
-struct Seats {
-    by_address: HashMap<AddressKey, u64>,
-    total: u64,
+/// Serves on the socket. To be called inside a tokio runtime.
+pub(crate) fn listen(
+    app: &Shared,
+    socket: TcpListener,
+    connections: ApiConnections,
+    tls: Option<&Arc<ServerConfig>>,
+) -> Arc<Listener> {
+    let server = Arc::new(Server {
+        app: Arc::clone(app),
+        router: router(Arc::clone(app)),
+        protocol: protocol(),
+        http1: protocol().http1_only(),
+    });
+    let serve = move |accepted| Arc::clone(&server).greet(accepted);
+    Listener::start(socket, connections, tls, &[b"h2", b"http/1.1"], serve)
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    Serving,
-    /// Nobody new; who is there finishes what it began.
-    Finishing,
-    Closed,
-}
-
-impl Listener {
-    /// Serves on the socket. To be called inside a tokio runtime.
-    pub(crate) fn start(
-        app: Shared,
-        socket: TcpListener,
-        tls: Option<&Arc<ServerConfig>>,
-        connections: Arc<Connections>,
-        per_address_max: u64,
-    ) -> Arc<Self> {
-        let listener = Arc::new(Self {
-            router: router(Arc::clone(&app)),
-            app,
-            protocol: protocol(),
-            http1: protocol().http1_only(),
-            tls: ArcSwapOption::new(tls.map(|tls| with_http(tls))),
-            connections,
-            per_address_max,
-            seats: Mutex::default(),
-            empty: Notify::new(),
-            phase: watch::Sender::new(Phase::Serving),
-        });
-        tokio::spawn(Arc::clone(&listener).accept(socket));
-        listener
-    }
-
-    /// Connections from now on get this certificate.
-    pub(crate) fn reload(&self, tls: Option<&Arc<ServerConfig>>) {
-        self.tls.store(tls.map(|tls| with_http(tls)));
-    }
-
-    /// Accepts nobody any more and lets everybody finish. Done when all are gone.
-    pub(crate) async fn finish(&self) {
-        self.enter(Phase::Finishing);
-        loop {
-            let empty = self.empty.notified();
-            if self.count() == 0 {
-                return;
-            }
-            empty.await;
-        }
-    }
-
-    /// Closes all connections.
-    pub(crate) fn close(&self) {
-        self.enter(Phase::Closed);
-    }
-
-    pub(crate) fn count(&self) -> u64 {
-        self.seats.lock().total
-    }
-
-    fn enter(&self, phase: Phase) {
-        self.phase.send_if_modified(|current| {
-            let later = *current != Phase::Closed && *current != phase;
-            if later {
-                *current = phase;
-            }
-            later
-        });
-    }
-
-    async fn accept(self: Arc<Self>, socket: TcpListener) {
-        let mut pause = ACCEPT_PAUSE_MIN;
-        let mut phase = self.phase.subscribe();
-        let stopped = phase.wait_for(|phase| *phase != Phase::Serving);
-        let mut stopped = pin!(stopped);
-        loop {
-            let accepted = tokio::select! {
-                _ = &mut stopped => return,
-                accepted = socket.accept() => accepted,
-            };
-            match accepted {
-                Ok((stream, address)) => {
-                    pause = ACCEPT_PAUSE_MIN;
-                    self.admit(stream, address);
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "accept failed");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(ACCEPT_PAUSE_MAX);
-                }
-            }
-        }
-    }
-
-    fn admit(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) {
-        let Some(seat) = self.take_seat(address) else {
-            self.app.service.metrics.connection_refused(Door::Http);
-            let kind = "HTTP connection cap reached";
-            if let Some(suppressed) = self.app.service.log_budget.admit(address.ip(), kind) {
-                tracing::warn!(peer = %address, suppressed, "{kind}");
-            }
-            return;
-        };
-        // Answers are small and must not wait for more.
-        if stream.set_nodelay(true).is_err() {
-            return;
-        }
-        let tls = self.tls.load_full();
+impl Server {
+    /// Serves a connection after its TLS handshake, if it has one.
+    async fn greet(self: Arc<Self>, accepted: Accepted) {
+        let Accepted { stream, address, tls, stage } = accepted;
         let arrived = if self.app.is_everywhere { stream.local_addr().ok() } else { None };
         let arrived = arrived.map(|address| Arrived(address.ip()));
-        let listener = Arc::clone(self);
-        tokio::spawn(async move {
-            match tls {
-                None => {
-                    let h2c = listener.app.h2c;
-                    let protocol = if h2c { &listener.protocol } else { &listener.http1 };
-                    seat.serve(stream, protocol, arrived).await;
-                }
-                Some(tls) => {
-                    let handshake = TlsAcceptor::from(tls).accept(stream);
-                    match tokio::time::timeout(HANDSHAKE, handshake).await {
-                        Ok(Ok(stream)) => seat.serve(stream, &listener.protocol, arrived).await,
-                        Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
-                        Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
-                    }
+        let from = (address.ip().to_canonical(), arrived);
+        match tls {
+            None => {
+                let protocol = if self.app.h2c { &self.protocol } else { &self.http1 };
+                self.serve(stream, protocol, from, stage).await;
+            }
+            Some(tls) => {
+                let handshake = TlsAcceptor::from(tls).accept(stream);
+                match tokio::time::timeout(HANDSHAKE, handshake).await {
+                    Ok(Ok(stream)) => self.serve(stream, &self.protocol, from, stage).await,
+                    Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
+                    Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
                 }
             }
-        });
+        }
     }
 
-    fn take_seat(self: &Arc<Self>, address: SocketAddr) -> Option<Seat> {
-        let address = address.ip().to_canonical();
-        let mut seats = self.seats.lock();
-        let here = seats.by_address.get(&address.into()).copied().unwrap_or(0);
-        if self.per_address_max > 0 && here >= self.per_address_max {
-            return None;
-        }
-        if !self.connections.enter(Door::Http) {
-            return None;
-        }
-        let here = seats.by_address.entry(address.into()).or_default();
-        *here += 1;
-        seats.total += 1;
-        self.app.service.metrics.connected(Door::Http);
-        Some(Seat { listener: Arc::clone(self), address })
-    }
-}
-
-/// The place of one connection.
-struct Seat {
-    listener: Arc<Listener>,
-    address: IpAddr,
-}
-
-impl Seat {
     /// Serves a connection until it ends, takes too long for something or is told to stop.
     async fn serve(
-        self,
+        &self,
         stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static,
         protocol: &auto::Builder<TokioExecutor>,
-        arrived: Option<Arrived>,
+        (address, arrived): (IpAddr, Option<Arrived>),
+        mut stage: watch::Receiver<Stage>,
     ) {
-        let Self { ref listener, address } = self;
         let pace = Arc::new(Pace::new(PACE));
         let cut = Cut::default();
         let entry = Entry {
-            router: listener.router.clone(),
+            router: self.router.clone(),
             origin: Origin::new(address),
             arrived,
             pace: Arc::clone(&pace),
             cut: cut.clone(),
-            budget: Budget::new(listener.app.service.pending_bytes_max),
+            budget: Budget::new(self.app.service.pending_bytes_max),
         };
         let io = TokioIo::new(Paced::new(stream, Arc::clone(&pace), address));
-        let mut phase = listener.phase.subscribe();
         let connection = protocol.serve_connection(io, entry);
         let mut connection = pin!(connection);
-        let told = phase.wait_for(|phase| *phase != Phase::Serving);
+        let told = stage.wait_for(|stage| *stage != Stage::Serving);
         let until_told = async {
             tokio::select! {
                 biased;
@@ -267,37 +133,18 @@ impl Seat {
             None => {
                 if pace.is_stalled() {
                     tracing::warn!(peer = %address, "closed: it takes in nothing of its answers");
-                    listener.app.service.metrics.slow_reader(Door::Http);
+                    self.app.service.metrics.slow_reader(Door::Http);
                 }
                 return;
             }
         }
         connection.as_mut().graceful_shutdown();
-        let closed = phase.wait_for(|phase| *phase == Phase::Closed);
+        let closed = stage.wait_for(|stage| *stage == Stage::Closed);
         tokio::select! {
             biased;
             _ = pace.run(connection) => {}
             _ = closed => {}
             () = cut.made() => {}
-        }
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let listener = &self.listener;
-        let mut seats = listener.seats.lock();
-        listener.connections.leave(Door::Http);
-        seats.total -= 1;
-        if let Some(here) = seats.by_address.get_mut(&self.address.into()) {
-            *here -= 1;
-            if *here == 0 {
-                seats.by_address.remove(&self.address.into());
-            }
-        }
-        listener.app.service.metrics.disconnected(Door::Http);
-        if seats.total == 0 {
-            listener.empty.notify_waiters();
         }
     }
 }
@@ -348,11 +195,4 @@ fn protocol() -> auto::Builder<TokioExecutor> {
         .max_header_list_size(HEAD_BYTES_MAX.into())
         .max_send_buf_size(SEND_BYTES_MAX);
     protocol
-}
-
-/// The same certificate, with the protocols that can be spoken here.
-fn with_http(tls: &ServerConfig) -> Arc<ServerConfig> {
-    let mut tls = tls.clone();
-    tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    Arc::new(tls)
 }

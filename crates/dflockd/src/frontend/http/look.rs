@@ -684,11 +684,10 @@ async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, Api
         let sum = |count: fn(&Tally, Primitive) -> u64| -> u64 {
             Primitive::ALL.iter().map(|&primitive| count(&tally, primitive)).sum()
         };
-        let member = service.engine.replicated();
         Some(Ok(json_line(&Overview {
             version: env!("CARGO_PKG_VERSION"),
-            mode: if member.is_some() { "replicated" } else { "memory" },
-            node: member.map(|member| member.node().to_owned()),
+            mode: if service.engine.is_replicated() { "replicated" } else { "memory" },
+            node: service.engine.node().map(str::to_owned),
             uptime_ms: service.engine.clock().now().0 / 1_000_000,
             connections: service.connections.load(Ordering::Relaxed),
             http_sessions,
@@ -704,7 +703,7 @@ async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, Api
                 timeouts: sum(|tally, of| tally.of(of).timeouts),
                 requests: service.metrics.requests(),
             },
-            cluster: member.map(|member| report::cluster(member)),
+            cluster: report::cluster(&service),
             auth: service.auth.is_required(),
             admin: service.auth.has_operators(),
         })))
@@ -741,8 +740,7 @@ struct MemberLook {
     responses((status = 200, description = "All members.", body = MemberList), NoCluster, Refusals)
 )]
 async fn members(State(app): State<Shared>) -> Result<Response, ApiError> {
-    let member = app.service.engine.replicated().ok_or_else(ApiError::cluster_disabled)?;
-    let view = member.view();
+    let view = app.service.engine.view().ok_or_else(ApiError::cluster_disabled)?;
     let leader = view.status.and_then(|status| status.leader);
     let members = view.members.iter().map(|(id, member)| MemberLook {
         node_id: member.node.clone(),

@@ -25,10 +25,9 @@ mod streams;
 mod ui;
 mod values;
 
-use std::net::IpAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -38,30 +37,30 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use bytes::Bytes;
 use dflockd_engine::Door;
-use tokio::sync::Notify;
 
 use self::cors::Cors;
 use self::error::ApiError;
 use self::layers::Gate;
-pub(crate) use self::listen::Listener;
+pub(crate) use self::listen::listen;
 use self::origin::Hosts;
-use self::sessions::Sessions;
+use self::sessions::Turn;
 use crate::config::Config;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+pub(crate) use crate::frontend::auth::Peer;
+use crate::frontend::auth::{Denied, Origin};
 use crate::frontend::budget::{Budget, Pieces};
 use crate::frontend::caller::{Caller, Common};
-use crate::frontend::rate::{self, RateLimit};
-use crate::logging;
+use crate::frontend::rate::RateLimit;
+use crate::frontend::sessions::SessionStore;
 use crate::service::{ANSWER_BYTES_MAX, Service};
-
-/// Whoever guesses tokens has to wait this long for each answer.
-const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(100);
 
 /// What all requests share.
 pub(crate) struct App {
     pub(crate) service: Arc<Service>,
-    pub(crate) sessions: Sessions,
-    pub(crate) drain: Arc<Drain>,
+    pub(crate) sessions: SessionStore<Turn>,
+    /// Unit of the idle time of sessions, zero if they do not end by themselves.
+    pub(crate) idle: Duration,
+    /// The server is about to shut down: nobody new should come.
+    pub(crate) leaving: AtomicBool,
     /// Time a client has for the body of a request.
     pub(crate) read_timeout: Duration,
     /// How often a comment is written to event streams; zero is never.
@@ -82,26 +81,12 @@ pub(crate) struct App {
 /// The state of all handlers.
 pub(crate) type Shared = Arc<App>;
 
-/// Where a request comes from and with which token, as an argument of a handler.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Peer(pub(crate) IpAddr, pub(crate) Pass);
-
-/// Whether the server is shutting down.
-pub(crate) struct Drain {
-    service: Arc<Service>,
-    leaving: AtomicBool,
-    begin: Notify,
-}
-
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
         Self {
-            sessions: Sessions::new(config, service),
-            drain: Arc::new(Drain {
-                service: Arc::clone(service),
-                leaving: AtomicBool::new(false),
-                begin: Notify::new(),
-            }),
+            sessions: sessions::store(config, service),
+            idle: config.http_session_idle_timeout,
+            leaving: AtomicBool::new(false),
             read_timeout: config.read_timeout,
             sse_ping: config.sse_ping(),
             h2c: config.http_h2c,
@@ -122,61 +107,7 @@ impl App {
 
     /// Whether requests are answered here now.
     pub(crate) fn is_ready(&self) -> bool {
-        self.service.engine.replicated().is_none_or(|member| member.is_ready())
-    }
-
-    /// Ends the sessions that came with a token that is no longer valid. Streams and requests that wait see it
-    /// themselves.
-    pub(crate) fn revoke(&self) {
-        let auth = &self.service.auth;
-        let revoked = self.sessions.take_if(|pass| !auth.is_valid(TokenKind::Client, pass));
-        for session in revoked {
-            self.service.metrics.revoked(Door::Http);
-            session.revoke();
-        }
-    }
-
-    /// Ends sessions and forgets addresses that are not used any more, for ever.
-    pub(crate) async fn sweep(self: Arc<Self>) {
-        let interval = self.sessions.sweep_interval();
-        let mut rates_swept = Instant::now();
-        loop {
-            tokio::time::sleep(interval).await;
-            self.sessions.sweep();
-            if rates_swept.elapsed() >= rate::SWEEP {
-                rates_swept = Instant::now();
-                if let Some(limit) = &self.rate_limit {
-                    limit.sweep(rates_swept);
-                }
-            }
-        }
-    }
-}
-
-impl Drain {
-    /// The server is about to shut down: nobody new should come.
-    pub(crate) fn leave(&self) {
-        self.leaving.store(true, Ordering::SeqCst);
-    }
-
-    pub(crate) fn is_leaving(&self) -> bool {
-        self.leaving.load(Ordering::SeqCst) || self.service.is_draining()
-    }
-
-    /// Ends what waits.
-    pub(crate) fn begin(&self) {
-        self.begin.notify_waiters();
-    }
-
-    /// Waits until the server shuts down.
-    pub(crate) async fn begun(&self) {
-        loop {
-            let begin = self.begin.notified();
-            if self.service.is_draining() {
-                return;
-            }
-            begin.await;
-        }
+        self.service.engine.is_ready()
     }
 }
 
@@ -237,17 +168,11 @@ impl Room {
     }
 }
 
-impl Peer {
-    fn of(parts: &Parts) -> Result<Self, ApiError> {
-        parts.extensions.get::<Self>().copied().ok_or_else(ApiError::internal)
-    }
-}
-
 impl FromRequestParts<Shared> for Peer {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &Shared) -> Result<Self, ApiError> {
-        Self::of(parts)
+        parts.extensions.get::<Self>().copied().ok_or_else(ApiError::internal)
     }
 }
 
@@ -260,15 +185,12 @@ impl FromRequestParts<Shared> for Admin {
 
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
         let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
-        match app.service.admit_admin(Door::Http, origin, &parts.headers) {
-            // What can not be written down is not done.
-            Ok(_) if !logging::audit_has_room() => return Err(ApiError::unavailable()),
-            Ok(_) => return Ok(Self),
-            Err(Denied::Disabled) => return Err(ApiError::admin_disabled()),
-            Err(Denied::TooMany) => return Err(ApiError::auth_throttled()),
-            Err(Denied::Wrong) => {}
-        }
-        tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
-        Err(ApiError::admin_unauthorized())
+        let admitted = app.service.admit_admin(Door::Http, origin, &parts.headers).await;
+        admitted.map(|_| Self).map_err(|denied| match denied {
+            Denied::Wrong => ApiError::admin_unauthorized(),
+            Denied::TooMany => ApiError::auth_throttled(),
+            Denied::Disabled => ApiError::admin_disabled(),
+            Denied::Unaudited => ApiError::unavailable(),
+        })
     }
 }

@@ -1,5 +1,7 @@
 //! How the server is: probes, stats, metrics, and the document of the interface.
 
+use std::sync::atomic::Ordering;
+
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
@@ -56,18 +58,16 @@ async fn health() -> Response {
     ),
 )]
 async fn ready(State(app): State<Shared>) -> Response {
-    let role = app.service.engine.replicated().and_then(|member| {
-        if member.is_witness() {
-            return Some("witness");
-        }
-        match member.view().status {
-            None => Some("joining"),
-            Some(status) => Some(status.role).filter(|role| *role == "learner"),
-        }
-    });
+    let engine = &app.service.engine;
+    let role = match engine.view().map(|view| view.status) {
+        Some(_) if engine.is_witness() => Some("witness"),
+        Some(None) => Some("joining"),
+        Some(Some(status)) => Some(status.role).filter(|role| *role == "learner"),
+        None => None,
+    };
     let unavailable =
         |status| reply_with(StatusCode::SERVICE_UNAVAILABLE, &Condition { status, role });
-    if app.drain.is_leaving() {
+    if app.leaving.load(Ordering::SeqCst) || app.service.is_draining() {
         return unavailable("draining");
     }
     if !app.is_ready() {

@@ -104,7 +104,7 @@ async fn create_session(
 ) -> Result<Response, ApiError> {
     let label = new.map(|Json(new)| new.label()).transpose()?.flatten();
     let session_id = app.open_session(peer, label).await?;
-    let idle_timeout_s = app.sessions.idle.as_secs();
+    let idle_timeout_s = app.idle.as_secs();
     Ok(reply(&CreatedSession { session_id, idle_timeout_s }))
 }
 

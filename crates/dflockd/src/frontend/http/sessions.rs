@@ -3,233 +3,98 @@
 //! A session owns its holds and queue places. Its operations take turns; a ping and its end do not wait for them. In
 //! replicated mode its id is the secret of a kept session, which works through any member.
 
-use std::collections::HashMap;
-use std::fmt::Write;
-use std::net::IpAddr;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
-use dflockd_engine::{AddressKey, Door, SessionSecret};
-use parking_lot::Mutex;
+use dflockd_engine::Door;
 use tokio::sync::MutexGuard;
 
 use super::error::ApiError;
-use super::{App, Drain, Peer, Room, Shared};
+use super::{App, Peer, Room, Shared};
 use crate::config::Config;
-use crate::frontend::auth::{LatestPass, Pass};
 use crate::frontend::caller::{Answer, Caller};
+use crate::frontend::caps::{Caps, Full, Permit, Total};
+use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
 use crate::service::Service;
 
 /// The header that names the session.
 const HEADER: &str = "x-dflockd-session";
 /// Longest pause between two looks for sessions that nobody uses.
 const SWEEP_MAX: Duration = Duration::from_secs(30);
-/// Sessions that are fetched from elsewhere at the same time.
-const FETCHES_MAX: usize = 64;
 
-/// The id of a session: a secret.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct SessionKey([u8; 16]);
+/// A session, whose operations take turns.
+pub(crate) type Session = sessions::Session<Turn>;
 
-/// All sessions, and who may have more.
-pub(crate) struct Sessions {
-    /// Unit of the idle time, zero if sessions do not end by themselves.
-    pub(crate) idle: Duration,
-    max: u64,
-    per_address_max: u64,
-    started: Instant,
-    seats: Arc<Seats>,
-    open: Mutex<HashMap<SessionKey, Arc<Session>>>,
-    /// One of these is held while a session is fetched, so that two requests do not take it from each other.
-    fetching: [tokio::sync::Mutex<()>; FETCHES_MAX],
-}
-
-struct Seats {
-    service: Arc<Service>,
-    taken: Mutex<Taken>,
-}
-
-#[derive(Default)]
-struct Taken {
-    by_address: HashMap<AddressKey, u64>,
-    total: u64,
-}
-
-/// Room for one session or event stream, given back when dropped.
-pub(crate) struct Seat {
-    seats: Arc<Seats>,
-    address: AddressKey,
-}
-
-/// A session.
-pub(crate) struct Session {
-    caller: Caller,
-    /// With which token it was used last.
-    pass: LatestPass,
-    drain: Arc<Drain>,
-    turn: tokio::sync::Mutex<()>,
-    in_flight: AtomicUsize,
-    started: Instant,
-    /// Milliseconds after `started`.
-    used_at: AtomicU64,
-    /// Given back when the session ends, although a request may still know it.
-    seat: Mutex<Option<Seat>>,
-}
+/// Held by the operation whose turn it is.
+pub(crate) type Turn = tokio::sync::Mutex<()>;
 
 /// The hidden session of an event stream. It counts like any other and ends when dropped.
 pub(crate) struct Hidden {
     caller: Caller,
-    _seat: Seat,
+    _permit: Permit,
 }
 
 /// A session whose turn it is.
 pub(crate) struct Claim<'a> {
     session: &'a Session,
     _turn: MutexGuard<'a, ()>,
-    _busy: Busy<'a>,
+    _busy: Busy,
 }
 
-struct Busy<'a>(&'a Session);
-
-impl Sessions {
-    pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
-        Self {
-            idle: config.http_session_idle_timeout,
-            max: match (config.http_max_sessions, config.max_sessions) {
-                // In a cluster all members count them together, with those of other APIs.
-                (max, _) if config.replicated().is_some() => max,
-                (0, max) | (max, 0) => max,
-                (http, all) => http.min(all),
-            },
-            per_address_max: config.http_max_sessions_per_ip,
-            started: Instant::now(),
-            seats: Arc::new(Seats { service: Arc::clone(service), taken: Mutex::default() }),
-            open: Mutex::default(),
-            fetching: std::array::from_fn(|_| tokio::sync::Mutex::default()),
-        }
-    }
-
-    /// How many sessions there are, hidden ones included.
-    pub(crate) fn count(&self) -> u64 {
-        self.seats.taken.lock().total
-    }
-
-    /// Room for one more session or stream of an address.
-    pub(crate) fn seat(&self, address: IpAddr) -> Result<Seat, ApiError> {
-        let address = AddressKey::from(address);
-        let mut taken = self.seats.taken.lock();
-        if self.max > 0 && taken.total >= self.max {
-            return Err(ApiError::max_sessions());
-        }
-        let here = taken.by_address.entry(address).or_default();
-        if self.per_address_max > 0 && *here >= self.per_address_max {
-            return Err(ApiError::max_sessions_per_ip());
-        }
-        *here += 1;
-        taken.total += 1;
-        self.seats.service.metrics.set_http_sessions(taken.total);
-        Ok(Seat { seats: Arc::clone(&self.seats), address })
-    }
-
-    /// How long to wait between two sweeps.
-    pub(crate) fn sweep_interval(&self) -> Duration {
-        if self.idle.is_zero() { SWEEP_MAX } else { self.idle.min(SWEEP_MAX) }
-    }
-
-    /// Ends the sessions that nobody has used for more than twice the idle time, and forgets those that have ended.
-    pub(crate) fn sweep(&self) {
-        let now = self.started.elapsed();
-        let mut over = Vec::new();
-        let mut open = self.open.lock();
-        open.retain(|_, session| {
-            let used_at = Duration::from_millis(session.used_at.load(Ordering::SeqCst));
-            let is_idle = !self.idle.is_zero()
-                && session.in_flight.load(Ordering::SeqCst) == 0
-                && now.saturating_sub(used_at) > self.idle * 2;
-            let stays = !is_idle && !session.caller.is_gone();
-            if !stays {
-                over.push(Arc::clone(session));
-            }
-            stays
-        });
-        drop(open);
-        for session in over {
-            // A request whose body still comes may have it; that one finds it gone.
-            session.abandon();
-        }
-    }
-
-    /// Forgets all sessions of this process. What they hold follows the policy.
-    pub(crate) fn clear(&self) {
-        let all = std::mem::take(&mut *self.open.lock());
-        for session in all.into_values() {
-            session.abandon();
-        }
-    }
-
-    /// Forgets the sessions that came with such a token, and gives them to whoever ends them.
-    pub(crate) fn take_if(&self, is_gone: impl Fn(Pass) -> bool) -> Vec<Arc<Session>> {
-        let mut open = self.open.lock();
-        open.extract_if(|_, session| is_gone(session.pass.get())).map(|(_, gone)| gone).collect()
-    }
-
-    fn find(&self, key: SessionKey) -> Option<Arc<Session>> {
-        let open = self.open.lock();
-        let session = open.get(&key)?;
-        session.touch();
-        Some(Arc::clone(session))
-    }
-
-    fn remove(&self, key: SessionKey, session: &Arc<Session>) {
-        let mut open = self.open.lock();
-        if open.get(&key).is_some_and(|known| Arc::ptr_eq(known, session)) {
-            open.remove(&key);
-        }
-    }
+/// A store without sessions.
+pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Turn> {
+    let keeps = service.engine.is_replicated();
+    let max = match (config.http_max_sessions, config.max_sessions) {
+        // In a cluster all members count them together, with those of other APIs.
+        (max, _) if keeps => max,
+        (0, max) | (max, 0) => max,
+        (http, all) => http.min(all),
+    };
+    let counted = Arc::clone(service);
+    let gauge = move |count| counted.metrics.set_http_sessions(count);
+    let caps = Caps::new(Total::Max(max), config.http_max_sessions_per_ip, gauge);
+    SessionStore::new(service, Door::Http, keeps, caps)
 }
 
-impl Drop for Seat {
-    fn drop(&mut self) {
-        let mut taken = self.seats.taken.lock();
-        if let Some(here) = taken.by_address.get_mut(&self.address) {
-            *here -= 1;
-            if *here == 0 {
-                taken.by_address.remove(&self.address);
-            }
+impl From<NoSession> for ApiError {
+    fn from(why: NoSession) -> Self {
+        match why {
+            NoSession::Full(Full::Total) => Self::max_sessions(),
+            NoSession::Full(Full::Address) => Self::max_sessions_per_ip(),
+            NoSession::Gone => Self::session_gone(),
+            NoSession::Unavailable => Self::unavailable(),
+            NoSession::NotKept => Self::session_create_failed(),
         }
-        taken.total -= 1;
-        self.seats.service.metrics.set_http_sessions(taken.total);
     }
 }
 
 impl App {
+    /// Ends sessions and forgets addresses that are not used any more, for ever.
+    pub(crate) async fn sweep(self: Arc<Self>) {
+        let interval = if self.idle.is_zero() { SWEEP_MAX } else { self.idle.min(SWEEP_MAX) };
+        self.sessions.sweep_every(interval, self.rate_limit.as_ref()).await;
+    }
+
+    /// For how long a client may be silent.
+    fn silence_max(&self) -> Option<Duration> {
+        (!self.idle.is_zero()).then(|| self.idle * 2)
+    }
+
     /// A new session, and its id.
     pub(crate) async fn open_session(
         &self,
         peer: Peer,
         label: Option<String>,
     ) -> Result<String, ApiError> {
-        let seat = self.sessions.seat(peer.0)?;
-        let label = label.unwrap_or_else(|| peer.0.to_string());
-        let caller = Caller::open(&self.service, label.into());
-        let key = match self.service.engine.replicated() {
-            None => SessionKey(rand::random()),
-            Some(_) if !caller.has_home() => return Err(ApiError::unavailable()),
-            Some(member) => match caller.keep().await {
-                Ok(Some(SessionSecret(secret))) => SessionKey(secret),
-                Ok(None) => return Err(ApiError::max_sessions()),
-                Err(_) if !member.is_ready() => return Err(ApiError::unavailable()),
-                Err(_) => return Err(ApiError::session_create_failed()),
-            },
-        };
-        self.enter(key, caller, seat, peer);
-        Ok(key.text())
+        let opened =
+            self.sessions.open(peer, label.as_deref(), self.silence_max(), |_| Turn::default());
+        let (secret, _) = opened.await?;
+        Ok(SessionKey { secret, ttl_ms: None }.text())
     }
 
     /// The session that a request names in its header.
@@ -248,73 +113,25 @@ impl App {
         text: &[u8],
         peer: Peer,
     ) -> Result<(SessionKey, Arc<Session>), ApiError> {
-        let key =
-            SessionKey::parse(text).ok_or_else(|| ApiError::bad_request("invalid session id"))?;
-        if let Some(session) = self.sessions.find(key)
-            && !session.caller.is_gone()
-        {
-            session.pass.set(peer.1);
-            return Ok((key, session));
-        }
-        match self.service.engine.replicated() {
-            None => Err(ApiError::session_gone()),
-            Some(_) => self.fetch(key, peer).await.map(|session| (key, session)),
-        }
-    }
-
-    /// Takes over a session that another member of the cluster had.
-    async fn fetch(&self, key: SessionKey, peer: Peer) -> Result<Arc<Session>, ApiError> {
-        let lane = usize::from(key.0[0]) % FETCHES_MAX;
-        let _turn = self.sessions.fetching[lane].lock().await;
-        if let Some(session) = self.sessions.find(key) {
-            if !session.caller.is_gone() {
-                session.pass.set(peer.1);
-                return Ok(session);
-            }
-            self.sessions.remove(key, &session);
-        }
-        let seat = self.sessions.seat(peer.0)?;
-        let label = peer.0.to_string().into();
-        match Caller::attach(&self.service, label, SessionSecret(key.0)).await {
-            Some(caller) => Ok(self.enter(key, caller, seat, peer)),
-            None => {
-                let member = self.service.engine.replicated();
-                let is_ready = member.is_some_and(|member| member.is_ready());
-                Err(if is_ready { ApiError::session_gone() } else { ApiError::unavailable() })
-            }
-        }
-    }
-
-    fn enter(&self, key: SessionKey, caller: Caller, seat: Seat, peer: Peer) -> Arc<Session> {
-        let session = Arc::new(Session {
-            caller,
-            pass: LatestPass::new(peer.1),
-            drain: Arc::clone(&self.drain),
-            turn: tokio::sync::Mutex::default(),
-            in_flight: AtomicUsize::new(0),
-            started: self.sessions.started,
-            used_at: AtomicU64::new(0),
-            seat: Mutex::new(Some(seat)),
-        });
-        session.touch();
-        self.sessions.open.lock().insert(key, Arc::clone(&session));
-        session
+        let key = SessionKey::parse(text).filter(|key| key.ttl_ms.is_none());
+        let key = key.ok_or_else(|| ApiError::bad_request("invalid session id"))?;
+        let silence_max = self.silence_max();
+        let session = self.sessions.get(key.secret, peer, silence_max, |_| Turn::default());
+        Ok((key, session.await?))
     }
 
     /// Ends a session for its client: what waits for it is told so, and what it holds is released before this returns,
     /// unless the policy says otherwise.
     pub(crate) async fn close_session(&self, id: &[u8], peer: Peer) -> Result<(), ApiError> {
         let (key, session) = self.session_by_id(id, peer).await?;
-        if self.service.engine.replicated().is_some() {
+        if self.service.engine.is_replicated() {
             self.end_kept(&session).await.inspect_err(|error| {
                 if error.status == StatusCode::GONE {
-                    self.sessions.remove(key, &session);
+                    self.sessions.remove(key.secret, &session);
                 }
             })?;
         }
-        self.sessions.remove(key, &session);
-        session.caller.close();
-        session.seat.lock().take();
+        self.sessions.close(key.secret, &session);
         Ok(())
     }
 
@@ -337,10 +154,10 @@ impl App {
 
     /// A session for an event stream of this peer.
     pub(crate) fn hidden(&self, peer: Peer, room: &Room, label: &str) -> Result<Hidden, ApiError> {
-        let seat = self.sessions.seat(peer.0)?;
+        let permit = self.sessions.permit(peer.0)?;
         let pushes = Arc::clone(&room.0.pushes);
         let caller = Caller::open_with(&self.service, Door::Http, label.into(), pushes);
-        Ok(Hidden { caller, _seat: seat })
+        Ok(Hidden { caller, _permit: permit })
     }
 }
 
@@ -351,39 +168,7 @@ pub(crate) fn session_id(headers: &HeaderMap) -> Result<&[u8], ApiError> {
     Ok(id.as_bytes())
 }
 
-impl SessionKey {
-    /// 32 lower-case hexadecimal digits.
-    fn parse(text: &[u8]) -> Option<Self> {
-        let digit = |byte: u8| match byte {
-            b'0'..=b'9' => Some(byte - b'0'),
-            b'a'..=b'f' => Some(byte - b'a' + 10),
-            _ => None,
-        };
-        let mut key = [0; 16];
-        if text.len() != 2 * key.len() {
-            return None;
-        }
-        for (byte, pair) in key.iter_mut().zip(text.chunks_exact(2)) {
-            *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-        }
-        Some(Self(key))
-    }
-
-    fn text(self) -> String {
-        let mut text = String::with_capacity(32);
-        for byte in self.0 {
-            write!(text, "{byte:02x}").expect("a string takes everything");
-        }
-        text
-    }
-}
-
 impl Session {
-    fn touch(&self) {
-        let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.used_at.store(now, Ordering::SeqCst);
-    }
-
     /// Why a request gets no answer here. Only a session that has ended is gone for ever.
     fn gone(&self) -> ApiError {
         if self.caller.is_elsewhere() {
@@ -393,38 +178,19 @@ impl Session {
         }
     }
 
-    fn abandon(&self) {
-        // Only those of a cluster are kept; the others end, and are not found when it is asked.
-        self.caller.detach(self.pass.get());
-        self.seat.lock().take();
-    }
-
-    pub(crate) fn revoke(&self) {
-        self.caller.revoke();
-        self.seat.lock().take();
-    }
-
     /// Waits for the session's turn. From now on it is in use.
     pub(crate) async fn claim(&self) -> Result<Claim<'_>, ApiError> {
-        self.in_flight.fetch_add(1, Ordering::SeqCst);
-        let busy = Busy(self);
+        let busy = self.begin();
         let turn = tokio::select! {
             biased;
-            turn = self.turn.lock() => turn,
+            turn = self.details.lock() => turn,
             () = self.caller.gone() => return Err(self.gone()),
-            () = self.drain.begun() => return Err(ApiError::draining()),
+            () = self.caller.drained() => return Err(ApiError::draining()),
         };
         if self.caller.is_gone() {
             return Err(self.gone());
         }
         Ok(Claim { session: self, _turn: turn, _busy: busy })
-    }
-}
-
-impl Drop for Busy<'_> {
-    fn drop(&mut self) {
-        self.0.touch();
-        self.0.in_flight.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -434,7 +200,7 @@ impl Claim<'_> {
         tokio::select! {
             biased;
             answer = self.session.caller.call(command) => answer.map_err(|_| self.session.gone()),
-            () = self.session.drain.begun() => Err(ApiError::draining()),
+            () = self.session.caller.drained() => Err(ApiError::draining()),
         }
     }
 }
@@ -462,23 +228,7 @@ impl FromRequestParts<Shared> for InSession {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
-        let peer = Peer::of(parts)?;
+        let peer = Peer::from_request_parts(parts, app).await?;
         app.session(&parts.headers, peer).await.map(Self)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ids_are_32_lower_case_digits() {
-        let text = "00ff1234567890abcdef00112233445a";
-        let key = SessionKey::parse(text.as_bytes()).unwrap();
-        assert_eq!(key.text(), text);
-        for wrong in ["", "00FF1234567890abcdef00112233445a", &text[1..], &format!("{text}0"), "é"]
-        {
-            assert!(SessionKey::parse(wrong.as_bytes()).is_none(), "{wrong}");
-        }
     }
 }

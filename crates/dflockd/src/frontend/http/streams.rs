@@ -32,9 +32,10 @@ use super::answer::{self, Decimal};
 use super::body::{self, Key, Query};
 use super::contract::{InKey, Refusals};
 use super::error::ApiError;
-use super::sessions::{Hidden, Seat};
-use super::{App, Peer, Room, Shared, fields};
+use super::sessions::Hidden;
+use super::{Peer, Room, Shared, fields};
 use crate::frontend::auth::{Pass, TokenKind};
+use crate::frontend::caps::Permit;
 use crate::frontend::feed::{Compacted, Follower};
 use crate::frontend::line::translate;
 
@@ -179,22 +180,13 @@ async fn watch(
         None => query.after.as_deref(),
     };
     let mut after = seen.map(fields::revision).transpose()?;
-    let seat = app.sessions.seat(peer.0)?;
-    let lost = strange_place(&app, after);
+    let permit = app.sessions.permit(peer.0)?;
+    let lost = app.service.feed.not_reached(after);
     after = lost.or(after);
     let follow = app.service.feed.follow(pattern, 1, after);
     let follower = follow.await.map_err(ApiError::refused)?;
-    let changes = Changes { follower, lost, _seat: seat };
+    let changes = Changes { follower, lost, _permit: permit };
     Ok(stream(&app, peer, cut, changes))
-}
-
-/// Where the history is, if a client comes with a place that it has not reached: one of an earlier process whose clock
-/// was ahead. In a cluster it is only this member that may be behind.
-fn strange_place(app: &App, after: Option<Revision>) -> Option<Revision> {
-    if app.service.engine.replicated().is_some() {
-        return None;
-    }
-    app.service.engine.revision().filter(|now| after > Some(*now))
 }
 
 fn required(pattern: Option<&str>) -> Result<&str, ApiError> {
@@ -259,7 +251,7 @@ struct Changes {
     follower: Follower,
     /// Changes up to this one can not be told, and the client does not know it yet.
     lost: Option<Revision>,
-    _seat: Seat,
+    _permit: Permit,
 }
 
 impl Source for Changes {
@@ -379,7 +371,7 @@ async fn feed(
     let ping = ping.max(Duration::from_secs(1));
     let mut ping = interval_at(Instant::now() + ping, ping);
     ping.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let draining = app.drain.begun();
+    let draining = app.service.drained();
     let revoked = app.service.auth.revoked(TokenKind::Client, pass);
     tokio::pin!(draining, revoked);
     let mut unsent = b":ok\n\n".to_vec();

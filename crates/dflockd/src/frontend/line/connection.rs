@@ -29,12 +29,11 @@ pub(crate) use self::inbox::push_bytes;
 pub use self::inbox::{Inbox, Message, Text};
 use self::undecided::Undecided;
 use crate::audit::{By, Deed, Via};
-use crate::config::FollowerMode;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
+use crate::frontend::admission::NotServed;
+use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
 use crate::frontend::line::translate::{self, Asked, Wishes};
 use crate::frontend::pool::Pool;
-use crate::logging;
 use crate::operate::{self, Backup};
 use crate::report;
 use crate::service::{ANSWER_BYTES_MAX, Service};
@@ -51,8 +50,6 @@ const TEXTS_MAX: usize = 64;
 const OPEN_MAX: usize = 65_536;
 /// How long an answer from behind a log is waited for when the client sends nothing more and the request may wait.
 const LINGER: Span = Span::from_millis(250);
-/// The pause before a failed authentication is answered and the connection closed.
-const AUTH_PAUSE: Span = Span::from_millis(100);
 /// How long a client whose token was dropped has to read that.
 const LAST_WORD: Span = Span::from_millis(500);
 /// What may be kept of a request before its client has authenticated, unless a valid token is longer.
@@ -266,7 +263,7 @@ impl Connection {
             self.pending.extend_from_slice(bytes);
             self.resume(pokes);
         }
-        let replicated = self.service.engine.replicated().is_some();
+        let replicated = self.service.engine.is_replicated();
         if self.is_blocked() && self.pending.len() >= UNREAD_MAX && !replicated {
             self.log("too much input behind a blocking command");
             self.phase = Phase::Over;
@@ -378,8 +375,7 @@ impl Connection {
     pub fn handle_drain(&mut self, pokes: &mut Pokes) {
         self.now = self.service.engine.clock().now();
         if self.undecided.take_if(|undecided| undecided.again_at.is_some()).is_some() {
-            self.respond(None, &Response::Error(ErrorCode::Draining));
-            self.close();
+            self.refuse_for_drain(None);
             return self.arm();
         }
         let open = self.open.iter().flat_map(|open| open.iter());
@@ -397,7 +393,7 @@ impl Connection {
         if let Some(texts) = &mut self.texts {
             texts.waiting.clear();
         }
-        let goes_on = self.kept && self.numbered && self.service.engine.replicated().is_some();
+        let goes_on = self.kept && self.numbered && self.service.engine.is_replicated();
         for (request, open) in waiting {
             match open.place {
                 // The session goes on through another member, with its places in queues, and the client asks again
@@ -566,7 +562,7 @@ impl Connection {
     /// Whether nothing of what the client has sent remains to be executed or written down.
     fn has_done_all(&self) -> bool {
         // In memory only a wait is not answered at once. Behind a log nothing is.
-        let replicated = self.service.engine.replicated().is_some();
+        let replicated = self.service.engine.is_replicated();
         let comes_soon = |open: &Open| {
             let waits = may_wait(open.op) && self.now >= self.linger_until;
             open.place.is_none() || replicated && !waits
@@ -746,9 +742,9 @@ impl Connection {
         if self.phase == Phase::Stranger {
             return self.handle_stranger(op, frame);
         }
+        // A request that makes no sense is refused for that reason, too.
         if self.service.is_draining() {
-            self.respond(frame.number, &Response::Error(ErrorCode::Draining));
-            return self.close();
+            return self.refuse_for_drain(frame.number);
         }
         if self.numbered && frame.number.is_none() {
             return self.reject(self.no_number(), ParseError::BAD_NUMBER);
@@ -781,18 +777,23 @@ impl Connection {
             return self.refuse(None);
         };
         if self.service.is_draining() {
-            self.respond(None, &Response::Error(ErrorCode::Draining));
-            return self.close();
+            return self.refuse_for_drain(None);
         }
         self.pass = pass;
         self.phase = Phase::Ready;
         self.respond(None, &Response::Ok);
     }
 
+    /// Refuses a request because the server shuts down, and closes.
+    fn refuse_for_drain(&mut self, number: Option<u64>) {
+        self.respond(number, &Response::Error(ErrorCode::Draining));
+        self.close();
+    }
+
     /// Refuses a request for its token and closes, both after a pause.
     fn refuse(&mut self, number: Option<u64>) {
         self.refusal = Some(number);
-        self.phase = Phase::Closing(self.now + AUTH_PAUSE);
+        self.phase = Phase::Closing(self.now + WRONG_TOKEN_PAUSE.into());
     }
 
     /// How much of a request is kept before its client has authenticated.
@@ -816,8 +817,12 @@ impl Connection {
         request: &Request<'_>,
         pokes: &mut Pokes,
     ) {
-        if let Some(leader) = self.elsewhere(op) {
-            return self.respond(number, &Response::NotLeader(leader.as_deref()));
+        match self.check_served(op) {
+            Ok(()) => {}
+            Err(NotServed::Draining) => return self.refuse_for_drain(number),
+            Err(NotServed::NotLeader(leader)) => {
+                return self.respond(number, &Response::NotLeader(leader.line.as_deref()));
+            }
         }
         let was_fresh = std::mem::replace(&mut self.fresh, false);
         let id = self.request_id(number);
@@ -831,13 +836,14 @@ impl Connection {
         | Request::Cluster { token, .. } = *request
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
         {
-            if self.service.admit(TokenKind::Admin, Door::Line, &self.origin, Some(token)).is_err()
-            {
-                return self.refuse(number);
-            }
-            // What can not be written down is not done.
-            if !logging::audit_has_room() {
-                return self.respond(number, &Response::Error(ErrorCode::Error));
+            match self.service.admit_operator(Door::Line, &self.origin, Some(token)) {
+                Ok(_) => {}
+                Err(Denied::Unaudited) => {
+                    return self.respond(number, &Response::Error(ErrorCode::Error));
+                }
+                Err(Denied::Wrong | Denied::TooMany | Denied::Disabled) => {
+                    return self.refuse(number);
+                }
             }
         }
         match translate::ask(request, rand::random) {
@@ -885,22 +891,14 @@ impl Connection {
         }
     }
 
-    /// Where the client should ask instead, if it should.
-    fn elsewhere(&self, op: Op) -> Option<Option<String>> {
-        let member = self.service.engine.replicated()?;
+    /// Whether a request is served here and now.
+    fn check_served(&self, op: Op) -> Result<(), NotServed> {
         if matches!(op, Op::Auth | Op::Ping | Op::Stats | Op::Cluster) {
-            return None;
-        }
-        if member.is_witness() {
-            return Some(member.leadership().err().flatten());
+            return Ok(());
         }
         let is_own = matches!(op, Op::StableRef | Op::Hello | Op::Cancel | Op::Ack);
-        let wanted = match self.service.follower_mode {
-            FollowerMode::Redirect => true,
-            FollowerMode::Forward => false,
-            FollowerMode::Auto => self.has_reference || self.wants_redirect,
-        };
-        if is_own || !wanted { None } else { member.leadership().err() }
+        let redirects = self.service.redirects(self.has_reference || self.wants_redirect);
+        self.service.check_served(redirects && !is_own)
     }
 
     /// Requests about the connection or the server.

@@ -8,7 +8,7 @@
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,6 +22,7 @@ use slab::Slab;
 
 use super::Peers;
 use super::socket::{Cause, Next, Peer};
+use crate::frontend::caps::Permit;
 use crate::service::Service;
 use crate::telemetry::ConnectionTrace;
 
@@ -55,7 +56,7 @@ pub(super) struct Worker {
 /// What a worker is told to do.
 pub(super) enum Order {
     /// Serve this connection.
-    Join(TcpStream, SocketAddr),
+    Join(TcpStream, SocketAddr, Permit),
     /// Somebody else did something with the connection in this place, which may be another by now.
     Look(usize),
     /// End all waits.
@@ -156,7 +157,6 @@ struct Turns {
 
 struct Member {
     peer: Arc<Peer>,
-    address: IpAddr,
     /// When the worker looks at the time for it.
     looks_at: Timestamp,
     /// It has ended, and waits for the client to see that.
@@ -165,14 +165,16 @@ struct Member {
     comes_again: bool,
     /// Ends with it.
     trace: Option<Box<ConnectionTrace>>,
+    /// Given back after the socket is closed: the next connection needs its descriptor.
+    _permit: Permit,
 }
 
 impl Turns {
     fn run(mut self) {
         HERE.set(self.worker.address());
-        if let Some(replica) = self.worker.service.engine.replicated().filter(|_| self.tends) {
+        if self.tends {
             let worker = Arc::clone(&self.worker);
-            replica.set_tender(move || worker.wake());
+            self.worker.service.engine.set_tender(move || worker.wake());
         }
         let mut events = Events::with_capacity(EVENTS_MAX);
         loop {
@@ -206,22 +208,27 @@ impl Turns {
     /// more than a request does, and whoever wakes us pays half of it.
     fn wait(&mut self, events: &mut Events) -> io::Result<()> {
         let service = Arc::clone(&self.worker.service);
-        let replica = service.engine.replicated().filter(|_| self.tends);
-        let can_sleep = replica.is_none_or(|replica| replica.tend());
+        let (engine, tends) = (&service.engine, self.tends);
+        let rise = || {
+            if tends {
+                engine.rise();
+            }
+        };
+        let can_sleep = !tends || engine.tend();
         let patience = self.patience().filter(|_| can_sleep);
         if !can_sleep || patience == Some(Duration::ZERO) {
             let found = self.poll.poll(events, Some(Duration::ZERO));
-            replica.inspect(|replica| replica.rise());
+            rise();
             return found;
         }
-        let clock = service.engine.clock();
+        let clock = engine.clock();
         let mut since = clock.now();
         if self.short_sleeps >= BRISK {
             let until = since + AWAKE;
             while since < until {
                 self.poll.poll(events, Some(Duration::ZERO))?;
-                if !events.is_empty() || replica.is_some_and(|replica| replica.wants_tender()) {
-                    replica.inspect(|replica| replica.rise());
+                if !events.is_empty() || tends && engine.wants_tender() {
+                    rise();
                     return Ok(());
                 }
                 // Whoever wants this core gets it; it may be the client that we wait for.
@@ -231,7 +238,7 @@ impl Turns {
             self.short_sleeps = 0;
         }
         let found = self.poll.poll(events, patience);
-        replica.inspect(|replica| replica.rise());
+        rise();
         found?;
         let was_short = clock.now().since(since) < SHORT;
         self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };
@@ -305,7 +312,7 @@ impl Turns {
         let mut orders = std::mem::take(&mut *self.worker.orders.lock());
         for order in orders.drain(..) {
             match order {
-                Order::Join(stream, address) => self.join(stream, address),
+                Order::Join(stream, address, permit) => self.join(stream, address, permit),
                 Order::Look(slot) => self.turn(slot, Cause::Called),
                 Order::Drain => {
                     for slot in self.slots() {
@@ -327,15 +334,20 @@ impl Turns {
         true
     }
 
-    fn join(&mut self, stream: TcpStream, address: SocketAddr) {
-        let opened = catch_unwind(AssertUnwindSafe(|| self.open(stream, address)));
+    fn join(&mut self, stream: TcpStream, address: SocketAddr, permit: Permit) {
+        let opened = catch_unwind(AssertUnwindSafe(|| self.open(permit, stream, address)));
         if let Err(error) = opened.unwrap_or_else(|_| Err(io::Error::other("panic"))) {
             tracing::debug!(peer = %address, %error, "connection failed");
-            self.leave(address.ip());
+            self.worker.connections.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    fn open(&mut self, mut stream: TcpStream, address: SocketAddr) -> io::Result<()> {
+    fn open(
+        &mut self,
+        permit: Permit,
+        mut stream: TcpStream,
+        address: SocketAddr,
+    ) -> io::Result<()> {
         if self.members.len() == self.members.capacity() {
             // A quarter at a time: doubling would leave up to half of the memory unused.
             self.members.reserve_exact((self.members.len() / 4).max(16));
@@ -349,11 +361,11 @@ impl Turns {
         let telemetry = self.worker.service.telemetry.as_ref();
         self.members.insert(Member {
             peer,
-            address: address.ip(),
             looks_at: Timestamp::NEVER,
             lingers: false,
             comes_again: false,
             trace: telemetry.map(|telemetry| Box::new(telemetry.connection(address))),
+            _permit: permit,
         });
         self.turn(slot, Cause::Called);
         Ok(())
@@ -384,15 +396,7 @@ impl Turns {
         let mut member = self.members.remove(slot);
         member.trace = None;
         self.timers.remove(&(member.looks_at, slot));
-        let address = member.address;
-        // The socket first: whoever gets the place needs its descriptor.
-        drop(member);
-        self.leave(address);
-    }
-
-    fn leave(&self, address: IpAddr) {
         self.worker.connections.fetch_sub(1, Ordering::Relaxed);
-        self.peers.leave_seat(address);
     }
 
     fn close_all(&mut self) {

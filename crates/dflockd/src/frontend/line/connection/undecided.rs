@@ -35,7 +35,7 @@ impl Connection {
     /// Until when a request that is about to be asked is asked again if nobody can decide it: as long as its command
     /// may wait, and a while at least. A command that is asked again has used up some of its time.
     pub(super) fn set_time_to_decide(&mut self, command: Option<&mut Command<'_>>) {
-        if self.greeted || self.service.engine.replicated().is_none() {
+        if self.greeted || !self.service.engine.is_replicated() {
             return;
         }
         let undecided = self.undecided.get_or_insert_default();
