@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::connect::Settings;
 use crate::failure::{Failure, Status};
+use crate::lock_request::{Kind, Wanted};
 use crate::output::{self, Output};
 use crate::signals::Signals;
 use crate::time;
-use crate::wanted::{Kind, Wanted};
 
 /// The kinds of locks that scripts can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

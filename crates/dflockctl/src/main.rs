@@ -1,6 +1,6 @@
 //! The command line of dflockd.
 //!
-//! `run.rs` is the heart: a program under a lock. `leash.rs` decides when a program that lost its lock has to
+//! `run.rs` is the heart: a program under a lock. `escalation.rs` decides when a program that lost its lock has to
 //! end, `hold.rs` has the locks of scripts, the other files are named by their verbs. Errors become one line
 //! and an exit status in `failure.rs`.
 
@@ -11,25 +11,25 @@ mod cluster;
 mod connect;
 mod dev_cluster;
 mod doctor;
+mod escalation;
 mod events;
 mod failure;
-mod family;
 mod files;
 mod hold;
 mod init;
-mod inspect;
-mod leash;
-mod look;
+mod inspect_data;
+mod lock_request;
 mod manual;
 mod operator;
 mod output;
+mod process_tree;
+mod query;
 mod run;
 mod signals;
-mod survey;
+mod stats;
 mod time;
 mod top;
 mod values;
-mod wanted;
 
 use std::process::ExitCode;
 
@@ -37,7 +37,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use connect::Settings;
 use failure::{Failure, Status, complain};
-use wanted::Kind;
+use lock_request::Kind;
 
 const AFTER_HELP: &str = "\
 Exit statuses: 0 done, 1 no such thing or refused, 64 usage, 69 server not reachable, 75 not acquired, 76 lock \
@@ -77,11 +77,11 @@ enum Verb {
     /// Wait at a place that was taken with `enqueue`; prints token and fence.
     Wait(hold::WaitArgs),
     /// List keys.
-    Ls(look::LsArgs),
+    Ls(query::LsArgs),
     /// Show one key: who holds it, who waits, and for how long.
-    Show(look::ShowArgs),
+    Show(query::ShowArgs),
     /// Show what each server holds.
-    Status(look::StatusArgs),
+    Status(query::StatusArgs),
     /// Show locks and queues as they change, on the whole screen.
     Top(top::Args),
     /// Print changes of keys as they come.
@@ -108,7 +108,7 @@ enum Verb {
     /// Wait until as many have arrived at a barrier.
     Barrier(values::BarrierArgs),
     /// Ask each server whether it answers, and how fast.
-    Ping(look::PingArgs),
+    Ping(query::PingArgs),
     /// End somebody's hold; for administrators.
     ForceRelease(admin::ForceReleaseArgs),
     /// End somebody's session with all it holds; for administrators.
@@ -125,7 +125,7 @@ enum Verb {
     /// Begin a new cluster from a backup: make the data directory of its first node, on this machine.
     Restore(backup::RestoreArgs),
     /// Say what is in the data directory of a node that does not run; changes nothing.
-    InspectData(inspect::Args),
+    InspectData(inspect_data::Args),
     /// Check a cluster, and say what to do about what is found.
     Doctor(doctor::Args),
     /// Run a cluster on this machine, for trying things out and for tests.
@@ -187,9 +187,9 @@ async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
         Verb::Renew(args) => hold::renew(args, settings).await,
         Verb::Enqueue(args) => hold::enqueue(args, settings).await,
         Verb::Wait(args) => hold::wait(args, settings).await,
-        Verb::Ls(args) => look::ls(args, settings).await,
-        Verb::Show(args) => look::show(args, settings).await,
-        Verb::Status(args) => look::status(args, settings).await,
+        Verb::Ls(args) => query::ls(args, settings).await,
+        Verb::Show(args) => query::show(args, settings).await,
+        Verb::Status(args) => query::status(args, settings).await,
         Verb::Top(args) => top::run(args, settings).await,
         Verb::Watch(args) => events::watch(args, settings).await,
         Verb::Listen(args) => events::listen(args, settings).await,
@@ -198,14 +198,14 @@ async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
         Verb::Counter { verb } => values::counter(verb, settings).await,
         Verb::List { verb } => values::list(verb, settings).await,
         Verb::Barrier(args) => values::barrier(args, settings).await,
-        Verb::Ping(args) => look::ping(args, settings).await,
+        Verb::Ping(args) => query::ping(args, settings).await,
         Verb::ForceRelease(args) => admin::force_release(args, settings).await,
         Verb::EndSession(args) => admin::end_session(args, settings).await,
         Verb::Cluster { verb } => cluster::run(verb, settings),
         Verb::Drain(args) => cluster::drain(args, settings),
         Verb::Backup(args) => backup::backup(args, settings),
         Verb::Restore(args) => backup::restore(&args),
-        Verb::InspectData(args) => inspect::run(&args),
+        Verb::InspectData(args) => inspect_data::run(&args),
         Verb::Doctor(args) => doctor::run(args, settings),
         Verb::DevCluster(args) => dev_cluster::run(args).await,
         Verb::Completions(args) => Ok(manual::completions(&args, Cli::command())),

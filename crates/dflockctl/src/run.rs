@@ -13,13 +13,13 @@ use serde_json::Value;
 use tokio::process::{Child, Command};
 
 use crate::connect::{Connection, Settings};
+use crate::escalation::{Leash, OnLost, Step};
 use crate::failure::{Failure, Status, complain};
-use crate::family::Family;
-use crate::leash::{Leash, OnLost, Step};
+use crate::lock_request::{Kind, Wanted};
 use crate::output::clean;
+use crate::process_tree::Family;
 use crate::signals::Signals;
 use crate::time;
-use crate::wanted::{Kind, Wanted};
 
 /// Pause before asking again when the server was restarted.
 const RETRY: Duration = Duration::from_millis(200);

@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use crate::connect::{Connection, Settings};
 use crate::failure::{Failure, Status};
 use crate::output;
-use crate::survey::{Each, Holder, Survey};
+use crate::stats::{Each, Holder, Survey};
 use crate::time;
 
 /// Round trips whose median is shown.
@@ -541,7 +541,7 @@ fn gauge(share: f64, cells: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::survey::Lock;
+    use crate::stats::Lock;
 
     fn survey(ages: &[(&str, f64, u64)]) -> Survey {
         let locks = ages.iter().enumerate().map(|(position, (key, held_s, waiters))| Lock {

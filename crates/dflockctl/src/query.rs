@@ -8,7 +8,7 @@ use crate::connect::Settings;
 use crate::failure::{Failure, Status, complain};
 use crate::operator::Cluster;
 use crate::output::{self, Output, Paint, Table, clean};
-use crate::survey::{Each, Holder, Survey};
+use crate::stats::{Each, Holder, Survey};
 use crate::time;
 
 /// Queues shown by `status`.
