@@ -61,10 +61,10 @@ pub(crate) fn backup(args: BackupArgs, outer: &Settings) -> Result<Status, Failu
     let mut failure = None;
     for server in cluster.servers() {
         match fetch(&cluster, server, &args.file) {
-            Ok(told) => {
-                let (bytes, index) = (&told["bytes"], &told["index"]);
+            Ok(backup) => {
+                let (bytes, index) = (&backup["bytes"], &backup["index"]);
                 if args.output.json {
-                    let cluster_id = &told["cluster_id"];
+                    let cluster_id = &backup["cluster_id"];
                     let file = args.file.display().to_string();
                     output::json(&json!({
                         "file": file, "bytes": bytes, "index": index, "cluster_id": cluster_id,
@@ -84,19 +84,19 @@ pub(crate) fn backup(args: BackupArgs, outer: &Settings) -> Result<Status, Failu
 
 fn fetch(cluster: &Cluster, server: &str, file: &Path) -> Result<Value, Failure> {
     let mut link = cluster.open(server)?;
-    let wanted = json!({ "reason": cluster.reason() });
-    let told = link.ask("backup", cluster.token(), &wanted, SNAPSHOT_TIMEOUT)?;
+    let arguments = json!({ "reason": cluster.reason() });
+    let backup = link.ask("backup", cluster.token(), &arguments, SNAPSHOT_TIMEOUT)?;
     // It has the secrets of sessions in it, and all values.
     let mut aside = Aside::create(file, 0o600)?;
-    write(cluster, &mut link, &told, file, &mut aside)?;
+    write(cluster, &mut link, &backup, file, &mut aside)?;
     aside.publish()?;
-    Ok(told)
+    Ok(backup)
 }
 
 fn write(
     cluster: &Cluster,
     link: &mut Link,
-    told: &Value,
+    backup: &Value,
     path: &Path,
     aside: &mut Aside,
 ) -> Result<(), Failure> {
@@ -104,13 +104,13 @@ fn write(
         Failure::new(Status::No, format!("can not write {}: {error}", path.display()))
     };
     let strange = || Failure::new(Status::No, "the server sent something that is no backup");
-    let total = told["bytes"].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
+    let total = backup["bytes"].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
     let total = total.ok_or_else(strange)?;
     let mut digest = Digest::new(total.checked_sub(DIGEST_BYTES).ok_or_else(strange)?);
     let mut offset = 0;
     while offset < total {
-        let wanted = json!({ "offset": offset });
-        let piece = link.ask("backup", cluster.token(), &wanted, PIECE_TIMEOUT)?;
+        let arguments = json!({ "offset": offset });
+        let piece = link.ask("backup", cluster.token(), &arguments, PIECE_TIMEOUT)?;
         let piece = piece["data"].as_str().and_then(bytes_of).ok_or_else(strange)?;
         if piece.is_empty() || offset + piece.len() > total {
             return Err(strange());
@@ -130,7 +130,7 @@ struct Digest {
     content: usize,
     seen: usize,
     context: Box<dyn rustls::crypto::hash::Context>,
-    told: Vec<u8>,
+    expected: Vec<u8>,
 }
 
 impl Digest {
@@ -141,18 +141,18 @@ impl Digest {
             (hash.output_len() == DIGEST_BYTES).then_some(hash)
         });
         let context = hash.expect("TLS 1.3 demands SHA-256").start();
-        Self { content, seen: 0, context, told: Vec::new() }
+        Self { content, seen: 0, context, expected: Vec::new() }
     }
 
     fn update(&mut self, piece: &[u8]) {
         let of_content = (self.content - self.seen).min(piece.len());
         self.context.update(&piece[..of_content]);
-        self.told.extend_from_slice(&piece[of_content..]);
+        self.expected.extend_from_slice(&piece[of_content..]);
         self.seen += of_content;
     }
 
     fn matches(self) -> bool {
-        self.context.finish().as_ref() == self.told
+        self.context.finish().as_ref() == self.expected
     }
 }
 
@@ -199,13 +199,13 @@ mod tests {
     #[test]
     fn the_digest_is_at_the_end() {
         // Of nothing.
-        let told = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+        let digest = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         let mut right = Digest::new(0);
-        right.update(&bytes_of(told).expect("digits"));
+        right.update(&bytes_of(digest).expect("digits"));
         assert!(right.matches());
         let mut wrong = Digest::new(1);
         wrong.update(b"x");
-        wrong.update(&bytes_of(told).expect("digits"));
+        wrong.update(&bytes_of(digest).expect("digits"));
         assert!(!wrong.matches());
     }
 }

@@ -16,7 +16,7 @@ use crate::operator::{
 use crate::output::{self, Output, Paint, Table, clean};
 use crate::time;
 
-const POLL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What all verbs take.
 #[derive(Debug, clap::Args)]
@@ -168,13 +168,16 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
         ClusterVerb::Members { common } => members(common, outer),
         ClusterVerb::Add { node, peer_addr, client_addr, witness, promote, change } => {
             let mut task = Task::new(change, outer)?;
-            let wanted = json!({
+            let arguments = json!({
                 "node": node, "peer_addr": peer_addr, "client_addr": client_addr, "witness": witness,
             });
-            task.change("add", wanted)?;
+            task.change("add", arguments)?;
             if promote {
                 task.promote(&node)?;
-                return task.tell(&format!("{node} votes"), json!({ "node": node, "voter": true }));
+                return task.print_result(
+                    &format!("{node} votes"),
+                    json!({ "node": node, "voter": true }),
+                );
             }
             // It can be added before it runs, but that is seldom what was meant.
             if let Err(failure) = task.cluster.status_at(&client_addr) {
@@ -184,17 +187,17 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             }
             let next = format!("make it a voter: dflockctl cluster promote {node}");
             let text = format!("{node} is a learner; {next}");
-            task.tell(&text, json!({ "node": node, "voter": false }))
+            task.print_result(&text, json!({ "node": node, "voter": false }))
         }
         ClusterVerb::Promote { node, change } => {
             let mut task = Task::new(change, outer)?;
             task.promote(&node)?;
-            task.tell(&format!("{node} votes"), json!({ "node": node, "voter": true }))
+            task.print_result(&format!("{node} votes"), json!({ "node": node, "voter": true }))
         }
         ClusterVerb::Remove { node, change } => {
             let mut task = Task::new(change, outer)?;
             task.change("remove", json!({ "node": node }))?;
-            task.tell(&format!("{node} is no member any more"), json!({ "node": node }))
+            task.print_result(&format!("{node} is no member any more"), json!({ "node": node }))
         }
         ClusterVerb::Transfer { node, change } => transfer(node, Task::new(change, outer)?),
         ClusterVerb::Snapshot { node, change } => snapshot(node, Task::new(change, outer)?),
@@ -203,7 +206,7 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             let mut task = Task::new(change, outer)?;
             task.change("address", json!({ "node": node, "peer_addr": peer_addr }))?;
             let text = format!("{node} is dialed at {peer_addr}");
-            task.tell(&text, json!({ "node": node, "peer_addr": peer_addr }))
+            task.print_result(&text, json!({ "node": node, "peer_addr": peer_addr }))
         }
         ClusterVerb::Finalize { change } => finalize(Task::new(change, outer)?),
         ClusterVerb::ForceNew { raft_dir, yes, dry_run, grant_delay, grant_delay_max, dflockd } => {
@@ -241,8 +244,8 @@ impl Task {
         self.timeout.saturating_sub(self.begun.elapsed())
     }
 
-    fn change(&mut self, verb: &str, wanted: Value) -> Result<Value, Failure> {
-        self.cluster.change(verb, wanted, self.left())
+    fn change(&mut self, verb: &str, arguments: Value) -> Result<Value, Failure> {
+        self.cluster.change(verb, arguments, self.left())
     }
 
     /// Makes it a voter, and waits until it can serve.
@@ -266,7 +269,7 @@ impl Task {
         self.cluster.ask("status", json!({}))
     }
 
-    /// Looks until it is as wanted; says what is the case as long as it is not.
+    /// Polls until `is_so`; after the timeout the error begins with `what`, what is the case instead.
     fn wait(
         &mut self,
         what: &str,
@@ -284,11 +287,11 @@ impl Task {
                     format!("{what}; `dflockctl doctor` may say why"),
                 ));
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
-    fn tell(&self, text: &str, mut value: Value) -> Result<Status, Failure> {
+    fn print_result(&self, text: &str, mut value: Value) -> Result<Status, Failure> {
         if self.json {
             value["done"] = true.into();
             output::json(&value);
@@ -311,8 +314,8 @@ impl Task {
 
 fn transfer(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
     let before = task.status()?["leader_id"].clone();
-    let wanted = node.as_ref().map_or_else(|| json!({}), |node| json!({ "node": node }));
-    task.change("transfer", wanted)?;
+    let arguments = node.as_ref().map_or_else(|| json!({}), |node| json!({ "node": node }));
+    task.change("transfer", arguments)?;
     let mut leader = Value::Null;
     let not_yet = node.as_ref().map_or_else(
         || "no other node leads yet".to_owned(),
@@ -326,19 +329,22 @@ fn transfer(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
         })
     })?;
     let name = clean(leader.as_str().unwrap_or_default());
-    task.tell(&format!("{name} leads"), json!({ "leader": leader }))
+    task.print_result(&format!("{name} leads"), json!({ "leader": leader }))
 }
 
 fn snapshot(node: Option<String>, mut task: Task) -> Result<Status, Failure> {
-    let wanted = json!({ "reason": task.cluster.reason() });
+    let arguments = json!({ "reason": task.cluster.reason() });
     let made = match node {
-        None => task.cluster.ask_within("snapshot", wanted, SNAPSHOT_TIMEOUT)?,
+        None => task.cluster.ask_within("snapshot", arguments, SNAPSHOT_TIMEOUT)?,
         Some(node) => {
             let address = task.address_of(&node)?;
-            task.cluster.ask_node((&node, &address), "snapshot", &wanted, SNAPSHOT_TIMEOUT)?
+            task.cluster.ask_node((&node, &address), "snapshot", &arguments, SNAPSHOT_TIMEOUT)?
         }
     };
-    task.tell(&format!("snapshot at entry {}", made["index"]), json!({ "index": made["index"] }))
+    task.print_result(
+        &format!("snapshot at entry {}", made["index"]),
+        json!({ "index": made["index"] }),
+    )
 }
 
 fn policy(settings: &[String], mut task: Task) -> Result<Status, Failure> {
@@ -388,7 +394,7 @@ fn finalize(mut task: Task) -> Result<Status, Failure> {
     } else {
         format!("the cluster uses version {after} now, before it was {before}")
     };
-    task.tell(&text, json!({ "cluster_version": after }))
+    task.print_result(&text, json!({ "cluster_version": after }))
 }
 
 /// `drain`.
@@ -396,17 +402,18 @@ pub(crate) fn drain(args: DrainArgs, outer: &Settings) -> Result<Status, Failure
     let DrainArgs { node, undo, change } = args;
     let mut task = Task::new(change, outer)?;
     let address = task.address_of(&node)?;
-    let wanted = json!({ "undo": undo, "reason": task.cluster.reason() });
-    task.cluster.ask_node((&node, &address), "drain", &wanted, Duration::from_secs(20))?;
+    let arguments = json!({ "undo": undo, "reason": task.cluster.reason() });
+    task.cluster.ask_node((&node, &address), "drain", &arguments, Duration::from_secs(20))?;
     if undo {
-        return task.tell(&format!("{node} may lead"), json!({ "node": node, "drained": false }));
+        return task
+            .print_result(&format!("{node} may lead"), json!({ "node": node, "drained": false }));
     }
     task.wait(&format!("{node} is drained, but no other node leads yet"), |cluster| {
         let status = cluster.status_at(&address)?;
         Ok(status["role"] != "leader" && status["leader_id"] != "")
     })?;
     let text = format!("{node} does not lead, and will not until `--undo` or a restart");
-    task.tell(&text, json!({ "node": node, "drained": true }))
+    task.print_result(&text, json!({ "node": node, "drained": true }))
 }
 
 /// The members as a table: what they are called, and what each is.
@@ -494,7 +501,7 @@ fn status(wait: Option<Duration>, common: Common, outer: &Settings) -> Result<St
         if is_well || wait.is_none_or(|wait| begun.elapsed() >= wait) {
             break found?;
         }
-        std::thread::sleep(POLL);
+        std::thread::sleep(POLL_INTERVAL);
     };
     let all_answer = reached.iter().all(|(.., status)| status.is_ok());
     let all_answer = all_answer && (wait.is_none() || reached.iter().all(is_ready));

@@ -17,10 +17,10 @@ use crate::operator::{Cluster, server_program};
 use crate::output;
 
 /// How long the nodes may take until they serve.
-const START: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long they may take to end.
-const STOP: Duration = Duration::from_secs(10);
-const LOOK: Duration = Duration::from_millis(100);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// What was chosen for a directory, so that it can be started again.
 const PORTS: &str = "ports.json";
 
@@ -75,13 +75,13 @@ pub(crate) async fn run(args: Args) -> Result<Status, Failure> {
     for number in 1..=ports.len() {
         children.push(start(&program, &dir, number, &ports, &args.flags)?);
     }
-    let told = async {
+    let serving = async {
         wait_until_ready(&dir, &ports, &mut children).await?;
-        tell(&dir, &ports, args.output.json);
-        Err(one_ended(&dir, &mut children).await)
+        print_nodes(&dir, &ports, args.output.json);
+        Err(all_ended(&dir, &mut children).await)
     };
     let outcome = tokio::select! {
-        outcome = told => outcome,
+        outcome = serving => outcome,
         _ = interrupts.recv() => Ok(Status::Ok),
         _ = ends.recv() => Ok(Status::Ok),
     };
@@ -185,16 +185,16 @@ async fn wait_until_ready(
             if let Some(number) = ended(children) {
                 return Err(has_ended(dir, number));
             }
-            let cluster = Cluster::looking(Connection::local(vec![server.clone()]));
+            let cluster = Cluster::read_only(Connection::local(vec![server.clone()]));
             if cluster.status_at(&server).is_ok_and(|status| status["ready"] == true) {
                 break;
             }
-            if begun.elapsed() > START {
+            if begun.elapsed() > START_TIMEOUT {
                 let text =
                     format!("{server} does not get ready; look at its log in {}", dir.display());
                 return Err(Failure::new(Status::Unreachable, text));
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
     Ok(())
@@ -206,18 +206,18 @@ fn ended(children: &mut [Child]) -> Option<usize> {
     numbered.find_map(|(number, child)| matches!(child.try_wait(), Ok(Some(_))).then_some(number))
 }
 
-/// One node less is no reason to end: trying that out is what this is for. All of them are.
-async fn one_ended(dir: &Path, children: &mut [Child]) -> Failure {
-    let mut told = vec![false; children.len()];
+/// Reports each node that ends; returns when the last has, because trying out failures of some is what this is for.
+async fn all_ended(dir: &Path, children: &mut [Child]) -> Failure {
+    let mut reported = vec![false; children.len()];
     loop {
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         for (position, child) in children.iter_mut().enumerate() {
-            if !told[position] && matches!(child.try_wait(), Ok(Some(_))) {
-                told[position] = true;
+            if !reported[position] && matches!(child.try_wait(), Ok(Some(_))) {
+                reported[position] = true;
                 complain(has_ended(dir, position + 1));
             }
         }
-        if told.iter().all(|told| *told) {
+        if reported.iter().all(|reported| *reported) {
             return Failure::new(Status::No, "no node runs any more");
         }
     }
@@ -236,7 +236,7 @@ fn has_ended(dir: &Path, number: usize) -> Failure {
     Failure::new(Status::No, format!("n{number} has ended; its log, {path}, ends with: {last}"))
 }
 
-fn tell(dir: &Path, ports: &[Ports], as_json: bool) {
+fn print_nodes(dir: &Path, ports: &[Ports], as_json: bool) {
     let servers: Vec<String> = ports.iter().map(|[port, ..]| format!("127.0.0.1:{port}")).collect();
     let token = dir.join("admin-token").display().to_string();
     if as_json {
@@ -282,6 +282,6 @@ async fn stop(mut children: Vec<Child>) {
             let _ = child.wait().await;
         }
     };
-    // Who is left is killed when it is dropped.
-    let _ = tokio::time::timeout(STOP, all).await;
+    // A child that is left is killed when it is dropped.
+    let _ = tokio::time::timeout(STOP_TIMEOUT, all).await;
 }

@@ -67,7 +67,7 @@ struct Finding {
 }
 
 /// A member, as it answered.
-struct Patient {
+struct MemberStatus {
     node: String,
     role: String,
     status: Result<Value, String>,
@@ -79,10 +79,10 @@ struct Patient {
 pub(crate) fn run(args: Args, outer: &Settings) -> Result<Status, Failure> {
     let mut cluster = Cluster::new(args.settings.or(outer), None)?;
     let seen = cluster.ask("status", json!({}))?;
-    let patients: Vec<Patient> =
-        listed(&seen).into_iter().map(|(node, about)| visit(&cluster, node, &about)).collect();
+    let members: Vec<MemberStatus> =
+        listed(&seen).into_iter().map(|(node, about)| ask_member(&cluster, node, &about)).collect();
     let now = unix_ms() / 1000;
-    let findings = examine(&seen, &patients, now);
+    let findings = diagnose(&seen, &members, now);
     let worst = findings.iter().map(|finding| finding.severity).max().unwrap_or(Severity::Ok);
     if args.output.json {
         let findings = findings.iter().map(|finding| {
@@ -109,7 +109,7 @@ fn unix_ms() -> i64 {
     i64::try_from(now.as_millis()).unwrap_or(i64::MAX)
 }
 
-fn visit(cluster: &Cluster, node: String, about: &Value) -> Patient {
+fn ask_member(cluster: &Cluster, node: String, about: &Value) -> MemberStatus {
     let address = about["client_addr"].as_str().unwrap_or_default();
     let (begun, before) = (Instant::now(), unix_ms());
     let status = cluster.status_at(address).map_err(|failure| failure.to_string());
@@ -117,16 +117,16 @@ fn visit(cluster: &Cluster, node: String, about: &Value) -> Patient {
     let skew = status.as_ref().ok().and_then(|status| status["unix_ms"].as_i64());
     // It looked at its clock at some instant in between.
     let skew = skew.map(|theirs| (theirs - before - took / 2, took / 2 + 1));
-    Patient { node, role: word(&about["role"]), status, skew }
+    MemberStatus { node, role: word(&about["role"]), status, skew }
 }
 
-fn examine(seen: &Value, patients: &[Patient], now_s: i64) -> Vec<Finding> {
+fn diagnose(seen: &Value, members: &[MemberStatus], now_s: i64) -> Vec<Finding> {
     let mut report = Report(Vec::new());
-    let has_quorum = report.quorum(seen, patients);
-    report.versions(seen, patients);
-    for patient in patients {
-        let node = &patient.node;
-        match &patient.status {
+    let has_quorum = report.quorum(seen, members);
+    report.versions(seen, members);
+    for member in members {
+        let node = &member.node;
+        match &member.status {
             Err(why) => {
                 let why = why.strip_suffix(CHECK_SERVERS).unwrap_or(why);
                 let advice = if has_quorum {
@@ -140,9 +140,9 @@ fn examine(seen: &Value, patients: &[Patient], now_s: i64) -> Vec<Finding> {
             }
             Ok(status) => report.member(node, status, now_s),
         }
-        report.clock(patient);
+        report.clock(member);
     }
-    report.lags(patients);
+    report.lags(members);
     report.0
 }
 
@@ -186,10 +186,10 @@ impl Report {
     }
 
     /// Whether there is one.
-    fn quorum(&mut self, seen: &Value, patients: &[Patient]) -> bool {
-        let votes = |patient: &&Patient| patient.role != "learner";
-        let voters = patients.iter().filter(votes).count();
-        let there = patients.iter().filter(votes).filter(|patient| patient.status.is_ok()).count();
+    fn quorum(&mut self, seen: &Value, members: &[MemberStatus]) -> bool {
+        let votes = |member: &&MemberStatus| member.role != "learner";
+        let voters = members.iter().filter(votes).count();
+        let there = members.iter().filter(votes).filter(|member| member.status.is_ok()).count();
         let majority = voters / 2 + 1;
         let text = format!("{there} of {voters} voters answer, {majority} are needed");
         if there < majority {
@@ -213,7 +213,7 @@ impl Report {
         } else {
             self.ok("quorum", "", text);
         }
-        let answers = patients.iter().filter_map(|patient| patient.status.as_ref().ok());
+        let answers = members.iter().filter_map(|member| member.status.as_ref().ok());
         let mut leaders: Vec<String> = answers.map(|status| word(&status["leader_id"])).collect();
         leaders.sort();
         leaders.dedup();
@@ -238,8 +238,8 @@ impl Report {
         there >= majority
     }
 
-    fn versions(&mut self, seen: &Value, patients: &[Patient]) {
-        let answers = patients.iter().filter_map(|patient| patient.status.as_ref().ok());
+    fn versions(&mut self, seen: &Value, members: &[MemberStatus]) {
+        let answers = members.iter().filter_map(|member| member.status.as_ref().ok());
         let mut servers: Vec<String> = answers.map(|status| word(&status["server"])).collect();
         servers.sort();
         servers.dedup();
@@ -387,22 +387,22 @@ impl Report {
         }
     }
 
-    fn clock(&mut self, patient: &Patient) {
-        let Some((skew, unsure)) = patient.skew else { return };
+    fn clock(&mut self, member: &MemberStatus) {
+        let Some((skew, unsure)) = member.skew else { return };
         let text = format!("{skew} ms from this machine's clock, give or take {unsure}");
         let advice = "set the clock (NTP): leases do not depend on it, certificates and fences of a new cluster do";
         let beyond = skew.abs() - unsure;
         if beyond > SKEW_BAD_MS {
-            self.error("clock", &patient.node, text, advice);
+            self.error("clock", &member.node, text, advice);
         } else if beyond > SKEW_WARN_MS {
-            self.warn("clock", &patient.node, text, advice);
+            self.warn("clock", &member.node, text, advice);
         } else {
-            self.ok("clock", &patient.node, text);
+            self.ok("clock", &member.node, text);
         }
     }
 
-    fn lags(&mut self, patients: &[Patient]) {
-        let answers = patients.iter().filter_map(|patient| patient.status.as_ref().ok());
+    fn lags(&mut self, members: &[MemberStatus]) {
+        let answers = members.iter().filter_map(|member| member.status.as_ref().ok());
         let lags =
             answers.flat_map(|status| status["lags"].as_array().cloned().unwrap_or_default());
         for lag in lags {
@@ -463,24 +463,28 @@ mod tests {
         })
     }
 
-    fn patients(change: impl Fn(&mut Patient)) -> Vec<Patient> {
+    fn members(change: impl Fn(&mut MemberStatus)) -> Vec<MemberStatus> {
         ["a", "b", "c"]
             .into_iter()
             .map(|node| {
                 let status = Ok(healthy(node));
-                let mut patient =
-                    Patient { node: node.into(), role: "voter".into(), status, skew: Some((0, 1)) };
-                change(&mut patient);
-                patient
+                let mut member = MemberStatus {
+                    node: node.into(),
+                    role: "voter".into(),
+                    status,
+                    skew: Some((0, 1)),
+                };
+                change(&mut member);
+                member
             })
             .collect()
     }
 
     #[track_caller]
-    fn check(change: impl Fn(&mut Patient), expected: &[(&str, Severity)]) {
+    fn check(change: impl Fn(&mut MemberStatus), expected: &[(&str, Severity)]) {
         let seen =
             json!({ "term": 1, "cluster_version": 1, "versions": [{"node_id": "a", "value": 1}] });
-        let findings = examine(&seen, &patients(change), 0);
+        let findings = diagnose(&seen, &members(change), 0);
         let found: Vec<_> = findings
             .iter()
             .filter(|finding| finding.severity > Severity::Ok)
@@ -490,8 +494,8 @@ mod tests {
         assert_eq!(found, expected);
     }
 
-    fn of_a(patient: &mut Patient, field: &str, value: Value) {
-        if let ("a", Ok(status)) = (patient.node.as_str(), &mut patient.status) {
+    fn of_a(member: &mut MemberStatus, field: &str, value: Value) {
+        if let ("a", Ok(status)) = (member.node.as_str(), &mut member.status) {
             status[field] = value;
         }
     }
@@ -515,7 +519,7 @@ mod tests {
             [(reads(1, 1), None), (reads(1, 2), Some("b")), (reads(2, 2), Some(""))]
         {
             let seen = json!({ "term": 1, "cluster_version": 1, "versions": reads });
-            let findings = examine(&seen, &patients(|_| {}), 0);
+            let findings = diagnose(&seen, &members(|_| {}), 0);
             let mut sick = findings.iter().filter(|finding| finding.severity > Severity::Ok);
             let checks = sick.next().map(|finding| finding.check);
             assert_eq!(checks, found.map(|_| "versions"), "{findings:?}");

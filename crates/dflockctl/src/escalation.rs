@@ -15,12 +15,12 @@ pub(crate) enum OnLost {
     Kill,
 }
 
-/// Time to end after the server has said that the lock is gone.
-const AFTER_LOSS: Duration = Duration::from_secs(2);
-/// A kill takes a moment to arrive.
+/// Time a program has to end after the server has said that the lock is gone.
+const END_AFTER_LOSS_MAX: Duration = Duration::from_secs(2);
+/// How long before the end of the validity a program is killed at the latest: a kill takes a moment to arrive.
 const KILL_MARGIN: Duration = Duration::from_millis(100);
 
-/// What is to be done now.
+/// A step against a program whose lock is lost or about to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Warn,
@@ -28,15 +28,15 @@ pub(crate) enum Step {
     Kill,
 }
 
-/// How far things have gone with one program.
+/// The steps taken so far against one program.
 #[derive(Debug)]
-pub(crate) struct Leash {
+pub(crate) struct Escalation {
     on_lost: OnLost,
     lease: Duration,
     last: Option<Step>,
 }
 
-impl Leash {
+impl Escalation {
     pub(crate) fn new(on_lost: OnLost, lease: Duration) -> Self {
         Self { on_lost, lease, last: None }
     }
@@ -57,7 +57,7 @@ impl Leash {
             OnLost::Warn if lost.is_some() || left.is_zero() => Step::Warn,
             OnLost::Kill if lost.is_some() || over => Step::Kill,
             OnLost::Term if over => Step::Kill,
-            OnLost::Term if lost.is_some_and(|since| since >= AFTER_LOSS) => Step::Kill,
+            OnLost::Term if lost.is_some_and(|since| since >= END_AFTER_LOSS_MAX) => Step::Kill,
             OnLost::Term if lost.is_some() || left < self.lease / 4 => Step::Term,
             OnLost::Warn | OnLost::Kill | OnLost::Term => return None,
         };
@@ -88,10 +88,10 @@ mod tests {
 
     /// Walks through moments: validity left and time since the loss, in milliseconds.
     fn check(on_lost: OnLost, moments: &[(u64, Option<u64>, Option<Step>)]) {
-        let mut leash = Leash::new(on_lost, LEASE);
+        let mut escalation = Escalation::new(on_lost, LEASE);
         for &(left, lost, expected) in moments {
             let lost = lost.map(Duration::from_millis);
-            let got = leash.next(Duration::from_millis(left), lost);
+            let got = escalation.next(Duration::from_millis(left), lost);
             assert_eq!(got, expected, "{on_lost:?}: {left} ms left, lost {lost:?}");
         }
     }
@@ -141,8 +141,8 @@ mod tests {
     #[test]
     fn short_leases_leave_time_to_end() {
         for millis in [20, 100, 500, 1000, 10_000] {
-            let leash = Leash::new(OnLost::Term, Duration::from_millis(millis));
-            assert!(leash.kill_margin() < leash.lease / 4, "{millis}");
+            let escalation = Escalation::new(OnLost::Term, Duration::from_millis(millis));
+            assert!(escalation.kill_margin() < escalation.lease / 4, "{millis}");
         }
     }
 }

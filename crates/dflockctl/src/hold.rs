@@ -7,14 +7,14 @@ use serde_json::{Value, json};
 
 use crate::connect::Settings;
 use crate::failure::{Failure, Status};
-use crate::lock_request::{Kind, Wanted};
+use crate::lock_request::{LockKind, LockRequest};
 use crate::output::{self, Output};
 use crate::signals::Signals;
 use crate::time;
 
 /// The kinds of locks that scripts can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum KindName {
+pub(crate) enum KindArg {
     /// A mutex.
     Lock,
     /// A slot of a semaphore.
@@ -25,14 +25,14 @@ pub(crate) enum KindName {
     Write,
 }
 
-/// Which lock.
+/// The lock that a script asks for.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Which {
+pub(crate) struct LockArgs {
     /// What to lock.
     key: String,
     /// What kind of lock it is.
     #[arg(long, value_name = "KIND", default_value = "lock")]
-    kind: KindName,
+    kind: KindArg,
     /// How many may hold the semaphore at a time.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
@@ -41,24 +41,24 @@ pub(crate) struct Which {
     lease: Duration,
 }
 
-impl Which {
-    fn wanted(self) -> Result<Wanted, Failure> {
+impl LockArgs {
+    fn request(self) -> Result<LockRequest, Failure> {
         let kind = match (self.kind, self.limit) {
-            (KindName::Sem, Some(limit)) => Kind::Semaphore { limit },
-            (KindName::Sem, None) => return Err(Failure::usage("--kind sem needs --limit N")),
+            (KindArg::Sem, Some(limit)) => LockKind::Semaphore { limit },
+            (KindArg::Sem, None) => return Err(Failure::usage("--kind sem needs --limit N")),
             (_, Some(_)) => return Err(Failure::usage("--limit is for --kind sem")),
-            (KindName::Lock, None) => Kind::Mutex,
-            (KindName::Read, None) => Kind::Read,
-            (KindName::Write, None) => Kind::Write,
+            (KindArg::Lock, None) => LockKind::Mutex,
+            (KindArg::Read, None) => LockKind::Read,
+            (KindArg::Write, None) => LockKind::Write,
         };
-        Ok(Wanted { key: self.key, kind, lease: self.lease })
+        Ok(LockRequest { key: self.key, kind, lease: self.lease })
     }
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct AcquireArgs {
     #[command(flatten)]
-    which: Which,
+    lock: LockArgs,
     /// Do not wait: end with status 75 if somebody else holds it.
     #[arg(long = "try", conflicts_with = "wait")]
     now: bool,
@@ -74,7 +74,7 @@ pub(crate) struct AcquireArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct EnqueueArgs {
     #[command(flatten)]
-    which: Which,
+    lock: LockArgs,
     #[command(flatten)]
     output: Output,
     #[command(flatten)]
@@ -84,7 +84,7 @@ pub(crate) struct EnqueueArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct WaitArgs {
     #[command(flatten)]
-    which: Which,
+    lock: LockArgs,
     /// The session that `enqueue` printed [variable: DFLOCKD_SESSION, which others can not see].
     #[arg(long, value_name = "SESSION")]
     session: Option<String>,
@@ -105,7 +105,7 @@ pub(crate) struct ReleaseArgs {
     token: Option<String>,
     /// What kind of lock it is.
     #[arg(long, value_name = "KIND", default_value = "lock")]
-    kind: KindName,
+    kind: KindArg,
     #[command(flatten)]
     output: Output,
     #[command(flatten)]
@@ -123,29 +123,29 @@ pub(crate) struct RenewArgs {
 
 /// `acquire`.
 pub(crate) async fn acquire(args: AcquireArgs, outer: &Settings) -> Result<Status, Failure> {
-    let wanted = args.which.wanted()?;
+    let request = args.lock.request()?;
     let connection = args.settings.or(outer).resolve()?;
     let mut signals = Signals::listen()?;
-    let client = signals.connect(connection.connect_for(&wanted.key)).await?;
+    let client = signals.connect(connection.connect_for(&request.key)).await?;
     let wait = if args.now { Some(Duration::ZERO) } else { args.wait };
     // Without a session the lock would end with this process.
     session(&client)?;
-    let acquiring = wanted.acquire(&client, wait.unwrap_or(Duration::MAX));
+    let acquiring = request.acquire(&client, wait.unwrap_or(Duration::MAX));
     let guard = signals.unless_interrupted(&client, acquiring).await??;
-    hand_over(&wanted, &client, guard, args.output)
+    hand_over(&request, &client, guard, args.output)
 }
 
 /// `enqueue`.
 pub(crate) async fn enqueue(args: EnqueueArgs, outer: &Settings) -> Result<Status, Failure> {
-    let wanted = args.which.wanted()?;
+    let request = args.lock.request()?;
     let connection = args.settings.or(outer).resolve()?;
-    let client = connection.connect_for(&wanted.key).await?;
+    let client = connection.connect_for(&request.key).await?;
     let session = session(&client)?;
-    let ticket = wanted.enqueue(&client).await?;
+    let ticket = request.enqueue(&client).await?;
     let state = if ticket.is_granted() { "acquired" } else { "queued" };
     ticket.forget();
     if args.output.json {
-        output::json(&json!({ "key": wanted.key, "state": state, "session": session }));
+        output::json(&json!({ "key": request.key, "state": state, "session": session }));
     } else {
         output::line(session);
     }
@@ -154,26 +154,26 @@ pub(crate) async fn enqueue(args: EnqueueArgs, outer: &Settings) -> Result<Statu
 
 /// `wait`.
 pub(crate) async fn wait(args: WaitArgs, outer: &Settings) -> Result<Status, Failure> {
-    let wanted = args.which.wanted()?;
+    let request = args.lock.request()?;
     let session = secret(args.session, "DFLOCKD_SESSION").ok_or_else(|| {
         Failure::usage("name the session that `enqueue` printed with --session or DFLOCKD_SESSION")
     })?;
     let connection = args.settings.or(outer).resolve()?;
-    let server = connection.server_of(&wanted.key);
+    let server = connection.server_of(&request.key);
     let mut signals = Signals::listen()?;
     let attaching = connection.builder().server(server).attach(session).connect();
     let client = signals.connect(async { Ok(attaching.await?) }).await?;
-    let ticket = wanted.ticket(&client)?;
+    let ticket = request.ticket(&client)?;
     let waiting = ticket.wait(args.wait.unwrap_or(Duration::MAX));
     let guard = signals.unless_interrupted(&client, waiting).await??;
-    hand_over(&wanted, &client, guard, args.output)
+    hand_over(&request, &client, guard, args.output)
 }
 
 /// `release`.
 pub(crate) async fn release(args: ReleaseArgs, outer: &Settings) -> Result<Status, Failure> {
     let token = token(args.token)?;
     let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
-    client.release_token(args.key.as_bytes(), args.kind == KindName::Sem, &token).await?;
+    client.release_token(args.key.as_bytes(), args.kind == KindArg::Sem, &token).await?;
     if args.output.json {
         output::json(&json!({ "key": args.key, "released": true }));
     }
@@ -185,7 +185,7 @@ pub(crate) async fn renew(args: RenewArgs, outer: &Settings) -> Result<Status, F
     let RenewArgs { release: args, lease } = args;
     let token = token(args.token)?;
     let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
-    let (key, semaphore) = (args.key.as_bytes(), args.kind == KindName::Sem);
+    let (key, semaphore) = (args.key.as_bytes(), args.kind == KindArg::Sem);
     let remaining = client.renew_token(key, semaphore, &token, lease).await?;
     if args.output.json {
         output::json(&json!({ "key": args.key, "valid_for_ms": millis(remaining) }));
@@ -197,20 +197,20 @@ pub(crate) async fn renew(args: RenewArgs, outer: &Settings) -> Result<Status, F
 
 /// Prints by what the lock can be released, and leaves it to its lease.
 fn hand_over(
-    wanted: &Wanted,
+    request: &LockRequest,
     client: &Client,
     guard: Option<Guard>,
-    how: Output,
+    output: Output,
 ) -> Result<Status, Failure> {
     let Some(guard) = guard else {
-        let key = output::clean(&wanted.key);
+        let key = output::clean(&request.key);
         return Err(Failure::not_acquired(format!("{key} was not free in time; try again later")));
     };
     let (fence, valid_for) = (guard.fence(), guard.valid_until().remaining());
     let token = guard.forget();
-    if how.json {
+    if output.json {
         output::json(&json!({
-            "key": wanted.key,
+            "key": request.key,
             "token": token,
             "fence": fence.to_string(),
             "session": client.session().map_or(Value::Null, Value::String),

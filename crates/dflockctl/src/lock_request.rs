@@ -1,4 +1,4 @@
-//! What kind of lock is asked for.
+//! Which lock is asked for, and the calls of the client library for each kind.
 
 use std::time::Duration;
 
@@ -6,17 +6,17 @@ use dflockd_client::{Client, Error, Guard, Ticket};
 
 use crate::failure::Failure;
 
-/// A lock to be had: its key and kind.
+/// A lock to be acquired: its key, kind and lease.
 #[derive(Clone, Debug)]
-pub(crate) struct Wanted {
+pub(crate) struct LockRequest {
     pub(crate) key: String,
-    pub(crate) kind: Kind,
+    pub(crate) kind: LockKind,
     pub(crate) lease: Duration,
 }
 
 /// The kinds of locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum LockKind {
     Mutex,
     Semaphore { limit: u32 },
     Read,
@@ -24,8 +24,8 @@ pub(crate) enum Kind {
     Election,
 }
 
-impl Wanted {
-    /// Takes it; none if the time is over.
+impl LockRequest {
+    /// Acquires the lock; none if `wait` is over first.
     pub(crate) async fn acquire(
         &self,
         client: &Client,
@@ -33,25 +33,27 @@ impl Wanted {
     ) -> Result<Option<Guard>, Error> {
         let (key, lease) = (self.key.as_str(), self.lease);
         match self.kind {
-            Kind::Mutex => client.lock(key).lease(lease).acquire_timeout(wait).await,
-            Kind::Semaphore { limit } => {
+            LockKind::Mutex => client.lock(key).lease(lease).acquire_timeout(wait).await,
+            LockKind::Semaphore { limit } => {
                 client.semaphore(key, limit).lease(lease).acquire_timeout(wait).await
             }
-            Kind::Read => client.rw_lock(key).read().lease(lease).acquire_timeout(wait).await,
-            Kind::Write => client.rw_lock(key).write().lease(lease).acquire_timeout(wait).await,
-            Kind::Election => client.election(key).lease(lease).acquire_timeout(wait).await,
+            LockKind::Read => client.rw_lock(key).read().lease(lease).acquire_timeout(wait).await,
+            LockKind::Write => client.rw_lock(key).write().lease(lease).acquire_timeout(wait).await,
+            LockKind::Election => client.election(key).lease(lease).acquire_timeout(wait).await,
         }
     }
 
-    /// Takes a place in its queue.
+    /// Takes a place in the lock's queue.
     pub(crate) async fn enqueue(&self, client: &Client) -> Result<Ticket, Failure> {
         let (key, lease) = (self.key.as_str(), self.lease);
         let ticket = match self.kind {
-            Kind::Mutex => client.lock(key).lease(lease).enqueue().await,
-            Kind::Semaphore { limit } => client.semaphore(key, limit).lease(lease).enqueue().await,
-            Kind::Read => client.rw_lock(key).read().lease(lease).enqueue().await,
-            Kind::Write => client.rw_lock(key).write().lease(lease).enqueue().await,
-            Kind::Election => return Err(Failure::usage("an election has no two-phase form")),
+            LockKind::Mutex => client.lock(key).lease(lease).enqueue().await,
+            LockKind::Semaphore { limit } => {
+                client.semaphore(key, limit).lease(lease).enqueue().await
+            }
+            LockKind::Read => client.rw_lock(key).read().lease(lease).enqueue().await,
+            LockKind::Write => client.rw_lock(key).write().lease(lease).enqueue().await,
+            LockKind::Election => return Err(Failure::usage("an election has no two-phase form")),
         };
         Ok(ticket?)
     }
@@ -60,11 +62,11 @@ impl Wanted {
     pub(crate) fn ticket(&self, client: &Client) -> Result<Ticket, Failure> {
         let (key, lease) = (self.key.as_str(), self.lease);
         let ticket = match self.kind {
-            Kind::Mutex => client.lock(key).lease(lease).ticket(),
-            Kind::Semaphore { limit } => client.semaphore(key, limit).lease(lease).ticket(),
-            Kind::Read => client.rw_lock(key).read().lease(lease).ticket(),
-            Kind::Write => client.rw_lock(key).write().lease(lease).ticket(),
-            Kind::Election => return Err(Failure::usage("an election has no two-phase form")),
+            LockKind::Mutex => client.lock(key).lease(lease).ticket(),
+            LockKind::Semaphore { limit } => client.semaphore(key, limit).lease(lease).ticket(),
+            LockKind::Read => client.rw_lock(key).read().lease(lease).ticket(),
+            LockKind::Write => client.rw_lock(key).write().lease(lease).ticket(),
+            LockKind::Election => return Err(Failure::usage("an election has no two-phase form")),
         };
         Ok(ticket?)
     }

@@ -1,8 +1,8 @@
 //! The command line of dflockd.
 //!
 //! `run.rs` is the heart: a program under a lock. `escalation.rs` decides when a program that lost its lock has to
-//! end, `hold.rs` has the locks of scripts, the other files are named by their verbs. Errors become one line
-//! and an exit status in `failure.rs`.
+//! end, `process_tree.rs` signals what it started. `hold.rs` has the locks of scripts, `query.rs` the queries; most
+//! other files are named by their verbs. Errors become one line and an exit status in `failure.rs`.
 
 mod admin;
 mod backup;
@@ -37,7 +37,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use connect::Settings;
 use failure::{Failure, Status, complain};
-use lock_request::Kind;
+use lock_request::LockKind;
 
 const AFTER_HELP: &str = "\
 Exit statuses: 0 done, 1 no such thing or refused, 64 usage, 69 server not reachable, 75 not acquired, 76 lock \
@@ -175,13 +175,13 @@ fn run(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
 
 async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
     match verb {
-        Verb::Lock(args) => run::run(Kind::Mutex, args, settings).await,
+        Verb::Lock(args) => run::run(LockKind::Mutex, args, settings).await,
         Verb::Sem(run::SemArgs { limit, args }) => {
-            run::run(Kind::Semaphore { limit }, args, settings).await
+            run::run(LockKind::Semaphore { limit }, args, settings).await
         }
-        Verb::Rlock(args) => run::run(Kind::Read, args, settings).await,
-        Verb::Wlock(args) => run::run(Kind::Write, args, settings).await,
-        Verb::Elect(args) => run::run(Kind::Election, args, settings).await,
+        Verb::Rlock(args) => run::run(LockKind::Read, args, settings).await,
+        Verb::Wlock(args) => run::run(LockKind::Write, args, settings).await,
+        Verb::Elect(args) => run::run(LockKind::Election, args, settings).await,
         Verb::Acquire(args) => hold::acquire(args, settings).await,
         Verb::Release(args) => hold::release(args, settings).await,
         Verb::Renew(args) => hold::renew(args, settings).await,

@@ -22,13 +22,13 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(610);
 /// The longest answer: far above a piece of a backup and the status of many members.
 const ANSWER_BYTES_MAX: u64 = 16 << 20;
-const AGAIN: Duration = Duration::from_millis(200);
-/// Whoever is in a hurry still gives a leader the time for a few syncs.
-const ANSWER_LEAST: Duration = Duration::from_secs(1);
+const RETRY_DELAY: Duration = Duration::from_millis(200);
+/// The shortest timeout of a change, however short `--timeout` is: a leader needs a few syncs.
+const ANSWER_TIMEOUT_MIN: Duration = Duration::from_secs(1);
 /// The advice behind a connection that failed.
 pub(crate) const CHECK_SERVERS: &str = "; check --servers (DFLOCKD_SERVERS) and that dflockd runs";
 
-/// Who asks.
+/// The admin token and the reason that go with each change.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Operator {
     /// File with the admin token of the servers
@@ -61,8 +61,8 @@ impl Cluster {
         Ok(Self { connection, token, reason, link: None })
     }
 
-    /// The same for a connection that is known, to look only.
-    pub(crate) fn looking(connection: Connection) -> Self {
+    /// A cluster that is asked for its status only, without an admin token.
+    pub(crate) fn read_only(connection: Connection) -> Self {
         Self { connection, token: None, reason: String::new(), link: None }
     }
 
@@ -72,14 +72,14 @@ impl Cluster {
     }
 
     /// Asks any member; another one if one does not answer.
-    pub(crate) fn ask(&mut self, verb: &str, wanted: Value) -> Result<Value, Failure> {
-        self.ask_within(verb, wanted, ANSWER_TIMEOUT)
+    pub(crate) fn ask(&mut self, verb: &str, arguments: Value) -> Result<Value, Failure> {
+        self.ask_within(verb, arguments, ANSWER_TIMEOUT)
     }
 
     pub(crate) fn ask_within(
         &mut self,
         verb: &str,
-        wanted: Value,
+        arguments: Value,
         limit: Duration,
     ) -> Result<Value, Failure> {
         let mut failure = None;
@@ -90,7 +90,7 @@ impl Cluster {
                 None => Link::open(&self.connection, &server),
             };
             let asked = asked.and_then(|mut link| {
-                let answer = link.ask(verb, self.token.as_deref(), &wanted, limit)?;
+                let answer = link.ask(verb, self.token.as_deref(), &arguments, limit)?;
                 self.link = Some(link);
                 Ok(answer)
             });
@@ -107,11 +107,11 @@ impl Cluster {
         &self,
         server: &str,
         verb: &str,
-        wanted: &Value,
+        arguments: &Value,
         limit: Duration,
     ) -> Result<Value, Failure> {
         let mut link = Link::open(&self.connection, server)?;
-        link.ask(verb, self.token.as_deref(), wanted, limit)
+        link.ask(verb, self.token.as_deref(), arguments, limit)
     }
 
     /// A connection to one member.
@@ -119,20 +119,20 @@ impl Cluster {
         Link::open(&self.connection, server)
     }
 
-    /// How one member is, and how far its clock is from this one, in milliseconds, as far as that can be told.
+    /// The status of one member.
     pub(crate) fn status_at(&self, server: &str) -> Result<Value, Failure> {
         self.ask_at(server, "status", &json!({}), ANSWER_TIMEOUT)
     }
 
-    /// The same for a member that is known by its name.
+    /// Asks the member with this node id; if it can not be reached the error says that it must be started.
     pub(crate) fn ask_node(
         &self,
         (node, address): (&str, &str),
         verb: &str,
-        wanted: &Value,
+        arguments: &Value,
         limit: Duration,
     ) -> Result<Value, Failure> {
-        self.ask_at(address, verb, wanted, limit).map_err(|failure| {
+        self.ask_at(address, verb, arguments, limit).map_err(|failure| {
             if failure.status != Status::Unreachable {
                 return failure;
             }
@@ -148,10 +148,10 @@ impl Cluster {
     pub(crate) fn change(
         &mut self,
         verb: &str,
-        mut wanted: Value,
+        mut arguments: Value,
         limit: Duration,
     ) -> Result<Value, Failure> {
-        wanted["reason"] = self.reason.clone().into();
+        arguments["reason"] = self.reason.clone().into();
         let begun = Instant::now();
         loop {
             let left = limit.saturating_sub(begun.elapsed());
@@ -162,7 +162,11 @@ impl Cluster {
                     let text = format!("{text}; `dflockctl doctor` says who is missing");
                     return Err(Failure::new(Status::Unreachable, text));
                 }
-                self.ask_within(verb, wanted.clone(), left.clamp(ANSWER_LEAST, ANSWER_TIMEOUT))
+                self.ask_within(
+                    verb,
+                    arguments.clone(),
+                    left.clamp(ANSWER_TIMEOUT_MIN, ANSWER_TIMEOUT),
+                )
             });
             let passes = match &asked {
                 Ok(_) => false,
@@ -182,7 +186,7 @@ impl Cluster {
             if !passes || begun.elapsed() >= limit {
                 return asked;
             }
-            std::thread::sleep(AGAIN);
+            std::thread::sleep(RETRY_DELAY);
         }
     }
 
@@ -266,7 +270,7 @@ impl Link {
         &mut self,
         verb: &str,
         token: Option<&str>,
-        wanted: &Value,
+        arguments: &Value,
         limit: Duration,
     ) -> Result<Value, Failure> {
         let token = token.unwrap_or("_");
@@ -274,7 +278,7 @@ impl Link {
             "status" => (limit.min(STATUS_TIMEOUT), ""),
             _ => (limit, "; it may still happen"),
         };
-        let request = format!("cluster\n{verb}\n{token} {wanted}\n");
+        let request = format!("cluster\n{verb}\n{token} {arguments}\n");
         let answer = self.exchange(&request, limit, late)?;
         let server = &self.server;
         let strange = |what: &str| {

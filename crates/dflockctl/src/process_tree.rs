@@ -9,49 +9,49 @@ use std::os::fd::OwnedFd;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-/// One process, for certain: its number may be given to another one after its end.
-struct Member {
+/// One process, told apart from a later one with the same number by when it was started.
+struct Process {
     pid: i32,
     started_at: u64,
-    /// None on kernels without such a thing; then only the program itself is signalled.
-    process: Option<OwnedFd>,
+    /// None on kernels without pidfds; then only the program itself is signalled.
+    pidfd: Option<OwnedFd>,
 }
 
-/// A program and everything it started, as far as it was looked at.
-pub(crate) struct Family {
-    members: Vec<Member>,
+/// A program and every process it started that `refresh` has seen.
+pub(crate) struct ProcessTree {
+    processes: Vec<Process>,
 }
 
-impl Family {
+impl ProcessTree {
     pub(crate) fn new(program: u32) -> Self {
         let pid = i32::try_from(program).unwrap_or(0);
-        let mut family = Self { members: Vec::new() };
+        let mut tree = Self { processes: Vec::new() };
         if let Some(stat) = Stat::of(pid) {
-            family.add(pid, stat.started_at);
+            tree.add(pid, stat.started_at);
         }
-        family
+        tree
     }
 
     /// Sends a signal to all, those included that were started since.
     pub(crate) fn signal(&mut self, signal: Signal) {
-        self.look();
-        for process in self.members.iter().filter_map(|member| member.process.as_ref()) {
+        self.refresh();
+        for pidfd in self.processes.iter().filter_map(|process| process.pidfd.as_ref()) {
             // It may have ended.
-            let _ = pidfd_send_signal(process, signal);
+            let _ = pidfd_send_signal(pidfd, signal);
         }
     }
 
     /// Whether one of them still runs.
     pub(crate) fn is_alive(&mut self) -> bool {
-        self.look();
-        self.members.iter().any(|member| {
-            Stat::of(member.pid)
-                .is_some_and(|stat| stat.started_at == member.started_at && !stat.ended)
+        self.refresh();
+        self.processes.iter().any(|process| {
+            Stat::of(process.pid)
+                .is_some_and(|stat| stat.started_at == process.started_at && !stat.ended)
         })
     }
 
-    /// Finds the descendants of all members. Those whose parent has ended are found only before that.
-    fn look(&mut self) {
+    /// Finds the descendants of all processes. Those whose parent has ended are found only before that.
+    fn refresh(&mut self) {
         let mut children: BTreeMap<i32, Vec<(i32, u64)>> = BTreeMap::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
             let pid = entry.file_name().to_str().and_then(|name| name.parse().ok());
@@ -61,10 +61,10 @@ impl Family {
             }
         }
         let mut position = 0;
-        while let Some(member) = self.members.get(position) {
-            let parent = member.pid;
+        while let Some(process) = self.processes.get(position) {
+            let parent = process.pid;
             for (pid, started_at) in children.remove(&parent).unwrap_or_default() {
-                if !self.members.iter().any(|it| it.pid == pid && it.started_at == started_at) {
+                if !self.processes.iter().any(|it| it.pid == pid && it.started_at == started_at) {
                     self.add(pid, started_at);
                 }
             }
@@ -74,10 +74,10 @@ impl Family {
 
     fn add(&mut self, pid: i32, started_at: u64) {
         let Some(id) = Pid::from_raw(pid) else { return };
-        let process = pidfd_open(id, PidfdFlags::empty()).ok();
+        let pidfd = pidfd_open(id, PidfdFlags::empty()).ok();
         // Looked at again, now that the number can not be given away unnoticed.
         if Stat::of(pid).is_some_and(|stat| stat.started_at == started_at) {
-            self.members.push(Member { pid, started_at, process });
+            self.processes.push(Process { pid, started_at, pidfd });
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `ls`, `show`, `status`, `ping`: looking at servers.
+//! `ls`, `show`, `status`, `ping`: queries that change nothing.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use crate::connect::Settings;
 use crate::failure::{Failure, Status, complain};
 use crate::operator::Cluster;
 use crate::output::{self, Output, Paint, Table, clean};
-use crate::stats::{Each, Holder, Survey};
+use crate::stats::{Answer, Holder, ServerClients, ServerStats};
 use crate::time;
 
 /// Queues shown by `status`.
@@ -153,7 +153,7 @@ fn show_entry(entry: &Value) {
         let mut table = Table::new(&["  HOLDER", "CONN", "FENCE", "HELD", "ENDS IN", "ROLE"]);
         for holder in holders.iter().map(Holder::read) {
             table.painted([
-                (format!("  {}", who(&holder.client)), Paint::Green),
+                (format!("  {}", name_or_dash(&holder.client)), Paint::Green),
                 (holder.conn.to_string(), Paint::None),
                 (holder.fence, Paint::None),
                 (time::short(holder.held_s), Paint::None),
@@ -171,7 +171,7 @@ fn show_entry(entry: &Value) {
             let writer = waiter["writer"].as_bool().unwrap_or_default();
             table.painted([
                 (format!("  {}", position + 1), Paint::None),
-                (who(&text(waiter, "client")), Paint::Yellow),
+                (name_or_dash(&text(waiter, "client")), Paint::Yellow),
                 (waiter["conn"].to_string(), Paint::None),
                 (time::short(waiter["waiting_s"].as_f64().unwrap_or_default()), Paint::None),
                 (if writer { "writer" } else { "" }.to_owned(), Paint::Dim),
@@ -188,7 +188,7 @@ fn more(entry: &Value, name: &str) {
     }
 }
 
-fn who(client: &str) -> String {
+fn name_or_dash(client: &str) -> String {
     if client.is_empty() { "-".to_owned() } else { client.to_owned() }
 }
 
@@ -200,22 +200,15 @@ fn text(value: &Value, name: &str) -> String {
 pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status, Failure> {
     let settings = args.settings.or(outer);
     let connection = settings.clone().resolve()?;
-    let mut each = Each::new(&connection);
-    let mut surveys = Vec::new();
-    for position in 0..each.servers.len() {
-        let survey = match each.client(position, &connection).await {
-            Ok(client) => Survey::ask(&client).await,
-            Err(error) => Err(error),
-        };
-        surveys.push((each.servers[position].0.clone(), survey));
-    }
-    let members = Cluster::looking(settings.resolve()?);
+    let mut clients = ServerClients::new(&connection);
+    let answers = clients.stats(&connection).await;
+    let members = Cluster::read_only(settings.resolve()?);
     if args.output.json {
-        output::json(&surveys.iter().map(status_json).collect());
+        output::json(&answers.iter().map(status_json).collect());
     } else {
         let mut table = Table::new(&["SERVER", "STATE", "CONNECTIONS", "HELD", "WAITING", "KEYS"]);
-        for (server, survey) in &surveys {
-            let (state, how, numbers) = match survey {
+        for (server, stats) in &answers {
+            let (state, how, numbers) = match stats {
                 Ok(it) => {
                     let keys = it.keys as u64;
                     (
@@ -235,10 +228,10 @@ pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status,
             table.painted(cells.into_iter().chain(numbers.map(|number| (number, Paint::None))));
         }
         table.print();
-        show_queues(surveys.iter().filter_map(|(_, survey)| survey.as_ref().ok()));
+        show_queues(answers.iter().filter_map(|(_, stats)| stats.as_ref().ok()));
     }
     // All servers are shown before one that is down becomes the end of it.
-    let mut errors: Vec<_> = surveys.into_iter().filter_map(|(_, survey)| survey.err()).collect();
+    let mut errors: Vec<_> = answers.into_iter().filter_map(|(_, stats)| stats.err()).collect();
     let last = errors.pop();
     for error in errors {
         complain(Failure::from(error));
@@ -249,9 +242,8 @@ pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status,
     }
 }
 
-fn show_queues<'a>(surveys: impl Iterator<Item = &'a Survey>) {
-    let mut queues: Vec<_> =
-        surveys.flat_map(|survey| survey.longest_queues(QUEUES_SHOWN)).collect();
+fn show_queues<'a>(answers: impl Iterator<Item = &'a ServerStats>) {
+    let mut queues: Vec<_> = answers.flat_map(|stats| stats.longest_queues(QUEUES_SHOWN)).collect();
     queues.sort_by_key(|lock| std::cmp::Reverse(lock.waiters));
     queues.truncate(QUEUES_SHOWN);
     if queues.is_empty() {
@@ -272,20 +264,20 @@ fn show_queues<'a>(surveys: impl Iterator<Item = &'a Survey>) {
     table.print();
 }
 
-fn status_json((server, survey): &(String, Result<Survey, dflockd_client::Error>)) -> Value {
-    match survey {
-        Ok(survey) => {
-            let queues = survey.longest_queues(QUEUES_SHOWN);
+fn status_json((server, stats): &Answer) -> Value {
+    match stats {
+        Ok(stats) => {
+            let queues = stats.longest_queues(QUEUES_SHOWN);
             let queues = queues
                 .iter()
                 .map(|lock| json!({ "key": lock.key, "kind": lock.kind, "waiters": lock.waiters }));
             json!({
                 "server": server,
                 "up": true,
-                "connections": survey.connections,
-                "held": survey.held,
-                "waiting": survey.waiting,
-                "keys": survey.keys,
+                "connections": stats.connections,
+                "held": stats.held,
+                "waiting": stats.waiting,
+                "keys": stats.keys,
                 "longest_queues": queues.collect::<Vec<_>>(),
             })
         }
@@ -296,22 +288,22 @@ fn status_json((server, survey): &(String, Result<Survey, dflockd_client::Error>
 /// `ping`.
 pub(crate) async fn ping(args: PingArgs, outer: &Settings) -> Result<Status, Failure> {
     let connection = args.settings.or(outer).resolve()?;
-    let mut each = Each::new(&connection);
-    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); each.servers.len()];
+    let mut clients = ServerClients::new(&connection);
+    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); clients.servers.len()];
     let mut last_error = None;
     for round in 0..args.count {
         if round > 0 {
             tokio::time::sleep(args.interval).await;
         }
         for (position, times) in times.iter_mut().enumerate() {
-            let asked = match each.client(position, &connection).await {
+            let asked = match clients.client(position, &connection).await {
                 Ok(client) => {
                     let asked_at = Instant::now();
                     client.ping().await.map(|()| asked_at.elapsed())
                 }
                 Err(error) => Err(error),
             };
-            let server = &each.servers[position].0;
+            let server = &clients.servers[position].0;
             match asked {
                 Ok(took) => {
                     times.push(took);
@@ -333,7 +325,7 @@ pub(crate) async fn ping(args: PingArgs, outer: &Settings) -> Result<Status, Fai
         }
     }
     if args.count > 1 && !args.output.json {
-        for ((server, _), times) in each.servers.iter().zip(&mut times) {
+        for ((server, _), times) in clients.servers.iter().zip(&mut times) {
             times.sort();
             let [Some(min), Some(max)] = [times.first(), times.last()] else { continue };
             let median = times[times.len() / 2];

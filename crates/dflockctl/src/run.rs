@@ -13,20 +13,20 @@ use serde_json::Value;
 use tokio::process::{Child, Command};
 
 use crate::connect::{Connection, Settings};
-use crate::escalation::{Leash, OnLost, Step};
+use crate::escalation::{Escalation, OnLost, Step};
 use crate::failure::{Failure, Status, complain};
-use crate::lock_request::{Kind, Wanted};
+use crate::lock_request::{LockKind, LockRequest};
 use crate::output::clean;
-use crate::process_tree::Family;
+use crate::process_tree::ProcessTree;
 use crate::signals::Signals;
 use crate::time;
 
 /// Pause before asking again when the server was restarted.
-const RETRY: Duration = Duration::from_millis(200);
+const RETRY_DELAY: Duration = Duration::from_millis(200);
 /// How late an answer may be.
-const ANSWER: Duration = Duration::from_secs(5);
-/// How long a look at who holds it may take.
-const LOOK: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an inspection of the key may take.
+const INSPECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Waits that are over sooner are not worth a word.
 const SHOW_AFTER: Duration = Duration::from_millis(300);
 
@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// What to lock.
     pub(crate) key: String,
     #[command(flatten)]
-    pub(crate) how: How,
+    pub(crate) options: WaitArgs,
     #[command(flatten)]
     pub(crate) settings: Settings,
     /// The program to run while it is locked, and its arguments.
@@ -56,7 +56,7 @@ pub(crate) struct SemArgs {
 
 /// How to wait and what to do if the lock is lost.
 #[derive(Debug, clap::Args)]
-pub(crate) struct How {
+pub(crate) struct WaitArgs {
     /// Do not wait: end with status 75 if somebody else holds it.
     #[arg(long = "try", conflicts_with = "wait")]
     now: bool,
@@ -72,38 +72,38 @@ pub(crate) struct How {
 }
 
 /// Runs a program under a lock.
-pub(crate) async fn run(kind: Kind, args: Args, outer: &Settings) -> Result<Status, Failure> {
-    let Args { key, how, settings, program } = args;
+pub(crate) async fn run(kind: LockKind, args: Args, outer: &Settings) -> Result<Status, Failure> {
+    let Args { key, options, settings, program } = args;
     let mut signals = Signals::listen()?;
     let connection = settings.or(outer).resolve()?;
-    let wanted = Wanted { key, kind, lease: how.lease };
+    let request = LockRequest { key, kind, lease: options.lease };
 
-    let client = signals.connect(connection.connect_for(&wanted.key)).await?;
-    let wait = if how.now { Some(Duration::ZERO) } else { how.wait };
+    let client = signals.connect(connection.connect_for(&request.key)).await?;
+    let wait = if options.now { Some(Duration::ZERO) } else { options.wait };
     let waiting = async {
         tokio::select! {
-            acquired = acquire(&client, &wanted, wait) => acquired,
-            never = show_queue(&client, &connection, &wanted) => match never {},
+            acquired = acquire(&client, &request, wait) => acquired,
+            never = show_queue(&client, &connection, &request) => match never {},
         }
     };
     match signals.unless_interrupted(&client, waiting).await?? {
-        Some(guard) => supervise(guard, &program, how.on_lost, &mut signals).await,
-        None => Err(not_acquired(&client, &wanted, wait).await),
+        Some(guard) => supervise(guard, &program, options.on_lost, &mut signals).await,
+        None => Err(not_acquired(&client, &request, wait).await),
     }
 }
 
 /// Waits for the lock, over restarts of the server; none if the time is over.
 async fn acquire(
     client: &Client,
-    wanted: &Wanted,
+    request: &LockRequest,
     wait: Option<Duration>,
 ) -> Result<Option<Guard>, Failure> {
     let begun_at = Instant::now();
-    let mut told = String::new();
+    let mut last_reason = String::new();
     loop {
         let left = wait.map_or(Duration::MAX, |wait| wait.saturating_sub(begun_at.elapsed()));
-        let asked = wanted.acquire(client, left);
-        let error = match tokio::time::timeout(left.saturating_add(ANSWER), asked).await {
+        let asked = request.acquire(client, left);
+        let error = match tokio::time::timeout(left.saturating_add(ANSWER_TIMEOUT), asked).await {
             Ok(Ok(acquired)) => return Ok(acquired),
             Ok(Err(error)) => error,
             Err(_) => Error::Unknown { reason: "the server does not answer".to_owned() },
@@ -119,20 +119,21 @@ async fn acquire(
         if !again || wait.is_some_and(|wait| begun_at.elapsed() >= wait) {
             return Err(error.into());
         }
-        let trouble = error.to_string();
-        if trouble != told {
-            complain(format_args!("waiting for {}: {trouble}; asking again", clean(&wanted.key)));
-            told = trouble;
+        let reason = error.to_string();
+        if reason != last_reason {
+            complain(format_args!("waiting for {}: {reason}; asking again", clean(&request.key)));
+            last_reason = reason;
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::time::sleep(RETRY_DELAY).await;
     }
 }
 
-async fn not_acquired(client: &Client, wanted: &Wanted, wait: Option<Duration>) -> Failure {
-    let key = clean(&wanted.key);
-    let inspected = tokio::time::timeout(LOOK, client.inspect(wanted.key.as_bytes())).await;
+async fn not_acquired(client: &Client, request: &LockRequest, wait: Option<Duration>) -> Failure {
+    let key = clean(&request.key);
+    let inspected =
+        tokio::time::timeout(INSPECT_TIMEOUT, client.inspect(request.key.as_bytes())).await;
     let holder = match inspected {
-        Ok(Ok(Some(inspected))) => held_by(entry(&inspected, wanted.kind)),
+        Ok(Ok(Some(inspected))) => held_by(entry(&inspected, request.kind)),
         _ => None,
     };
     let holder = holder.map(|holder| format!(", {holder}")).unwrap_or_default();
@@ -149,7 +150,7 @@ async fn not_acquired(client: &Client, wanted: &Wanted, wait: Option<Duration>) 
 async fn show_queue(
     client: &Client,
     connection: &Connection,
-    wanted: &Wanted,
+    request: &LockRequest,
 ) -> std::convert::Infallible {
     if !std::io::stderr().is_terminal() {
         return std::future::pending().await;
@@ -157,12 +158,14 @@ async fn show_queue(
     tokio::time::sleep(SHOW_AFTER).await;
     let spinner = Spinner::new();
     loop {
-        let text = match client.inspect(wanted.key.as_bytes()).await {
-            Ok(Some(inspected)) => describe_queue(entry(&inspected, wanted.kind), &connection.name),
+        let text = match client.inspect(request.key.as_bytes()).await {
+            Ok(Some(inspected)) => {
+                describe_queue(entry(&inspected, request.kind), &connection.name)
+            }
             Ok(None) => String::new(),
             Err(error) => error.to_string(),
         };
-        spinner.0.set_message(format!("waiting for {}{text}", clean(&wanted.key)));
+        spinner.0.set_message(format!("waiting for {}{text}", clean(&request.key)));
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }
@@ -187,8 +190,8 @@ impl Drop for Spinner {
 }
 
 /// What an inspected key is as this kind of lock.
-fn entry(inspected: &Value, kind: Kind) -> &Value {
-    let semaphore = matches!(kind, Kind::Semaphore { .. });
+fn entry(inspected: &Value, kind: LockKind) -> &Value {
+    let semaphore = matches!(kind, LockKind::Semaphore { .. });
     let fits = |value: &&Value| match value["kind"].as_str() {
         Some("semaphore") => semaphore,
         Some("mutex" | "rwlock") => !semaphore,
@@ -209,7 +212,7 @@ fn describe_queue(entry: &Value, name: &str) -> String {
     [place, holder].into_iter().flatten().collect()
 }
 
-/// Who holds it, and since when.
+/// The first holder of a lock, since when, and how many others hold it.
 fn held_by(entry: &Value) -> Option<String> {
     let holder = entry["holders"].as_array()?.first()?;
     let client = match holder["client"].as_str() {
@@ -238,17 +241,18 @@ async fn supervise(
             return Err(failure);
         }
     };
-    let mut held = Held { leash: Leash::new(on_lost, guard.lease()), guard, lost: None };
-    let status = held.watch_over(child, signals).await?;
+    let mut supervised =
+        Supervised { escalation: Escalation::new(on_lost, guard.lease()), guard, lost: None };
+    let status = supervised.watch_over(child, signals).await?;
 
-    let Held { guard, leash, lost } = held;
+    let Supervised { guard, escalation, lost } = supervised;
     let name = program[0].to_string_lossy();
-    if leash.last().is_none() && guard.is_valid() {
+    if escalation.last().is_none() && guard.is_valid() {
         release(guard).await;
         return Ok(program_status(status));
     }
     let reason = lost.map_or(Lost::Unreachable, |(reason, _)| reason);
-    let end = match (leash.last(), status.signal()) {
+    let end = match (escalation.last(), status.signal()) {
         (Some(Step::Term | Step::Kill), Some(_)) => "was terminated",
         (Some(Step::Term | Step::Kill), None) => "was told to end",
         (Some(Step::Warn) | None, _) => "has run on",
@@ -261,14 +265,14 @@ async fn supervise(
     Ok(Status::Lost)
 }
 
-/// A lock while its program runs.
-struct Held {
+/// A lock and the program that runs under it.
+struct Supervised {
     guard: Guard,
-    leash: Leash,
+    escalation: Escalation,
     lost: Option<(Lost, Instant)>,
 }
 
-impl Held {
+impl Supervised {
     /// Passes signals on, ends the program when the lock is lost, and returns how it ended.
     async fn watch_over(
         &mut self,
@@ -276,10 +280,10 @@ impl Held {
         signals: &mut Signals,
     ) -> Result<ExitStatus, Failure> {
         let id = child.id();
-        let mut family = id.map(Family::new);
+        let mut tree = id.map(ProcessTree::new);
         let pid = id.and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
         let status = loop {
-            let pause = self.leash.pause();
+            let pause = self.escalation.pause();
             tokio::select! {
                 biased;
                 status = child.wait() => break status.map_err(|error| {
@@ -297,19 +301,19 @@ impl Held {
                 () = tokio::time::sleep(pause) => {}
             }
             if let Some(step) = self.next_step() {
-                self.take(step, pid, family.as_mut());
+                self.take(step, pid, tree.as_mut());
             }
         };
         // What the program started has no lock either. It has as much time as the program would have had.
-        if self.leash.last() == Some(Step::Term)
-            && let Some(family) = &mut family
+        if self.escalation.last() == Some(Step::Term)
+            && let Some(tree) = &mut tree
         {
-            while family.is_alive() {
+            while tree.is_alive() {
                 if self.next_step() == Some(Step::Kill) {
-                    family.signal(Signal::KILL);
+                    tree.signal(Signal::KILL);
                     break;
                 }
-                tokio::time::sleep(self.leash.pause()).await;
+                tokio::time::sleep(self.escalation.pause()).await;
             }
         }
         Ok(status)
@@ -317,10 +321,10 @@ impl Held {
 
     fn next_step(&mut self) -> Option<Step> {
         let lost = self.lost.map(|(_, at)| at.elapsed());
-        self.leash.next(self.guard.valid_until().remaining(), lost)
+        self.escalation.next(self.guard.valid_until().remaining(), lost)
     }
 
-    fn take(&self, step: Step, pid: Option<Pid>, family: Option<&mut Family>) {
+    fn take(&self, step: Step, pid: Option<Pid>, tree: Option<&mut ProcessTree>) {
         let signal = match step {
             Step::Warn => {
                 let reason = self.lost.map_or(Lost::Unreachable, |(reason, _)| reason);
@@ -330,15 +334,15 @@ impl Held {
             Step::Term => Signal::TERM,
             Step::Kill => Signal::KILL,
         };
-        if let Some(family) = family {
-            family.signal(signal);
+        if let Some(tree) = tree {
+            tree.signal(signal);
             if step == Step::Term {
                 // One that was stopped could not end itself.
-                family.signal(Signal::CONT);
+                tree.signal(Signal::CONT);
             }
         }
         if let Some(pid) = pid.filter(|_| step == Step::Kill) {
-            // On kernels where families can not be signalled.
+            // On kernels where descendants can not be signalled.
             let _ = kill_process(pid, signal);
         }
     }
@@ -370,7 +374,7 @@ fn spawn(guard: &Guard, program: &[OsString]) -> Result<Child, Failure> {
 /// Releases, and says so if that fails: nobody waits longer than the lease for it.
 async fn release(guard: Guard) {
     let (key, left) = (shown_key(&guard), guard.valid_until().remaining());
-    let reason = match tokio::time::timeout(left.min(ANSWER), guard.release()).await {
+    let reason = match tokio::time::timeout(left.min(ANSWER_TIMEOUT), guard.release()).await {
         Ok(Ok(())) => return,
         Ok(Err(error)) => error.to_string(),
         Err(_) => "the server does not answer".to_owned(),

@@ -1,4 +1,4 @@
-//! What a server holds, read from its `stats`.
+//! The answer of a server to `stats`, as `status` and `top` show it.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +8,9 @@ use serde_json::Value;
 use crate::connect::Connection;
 use crate::output::clean;
 
-/// One server at one instant.
+/// The numbers and locks of one server at one instant.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Survey {
+pub(crate) struct ServerStats {
     pub(crate) connections: u64,
     pub(crate) keys: usize,
     pub(crate) held: u64,
@@ -61,8 +61,8 @@ impl Holder {
     }
 }
 
-impl Survey {
-    /// Asks one server.
+impl ServerStats {
+    /// Pings a server and asks for its statistics.
     pub(crate) async fn ask(client: &Client) -> Result<Self, Error> {
         let asked_at = Instant::now();
         client.ping().await?;
@@ -125,14 +125,30 @@ impl Lock {
     }
 }
 
+/// The address of a server, and its statistics or why there are none.
+pub(crate) type Answer = (String, Result<ServerStats, Error>);
+
 /// A client per server, so that one that is down does not hide the others.
-pub(crate) struct Each {
+pub(crate) struct ServerClients {
     pub(crate) servers: Vec<(String, Option<Client>)>,
 }
 
-impl Each {
+impl ServerClients {
     pub(crate) fn new(connection: &Connection) -> Self {
         Self { servers: connection.servers.iter().map(|server| (server.clone(), None)).collect() }
+    }
+
+    /// Asks every server for its statistics, one after the other.
+    pub(crate) async fn stats(&mut self, connection: &Connection) -> Vec<Answer> {
+        let mut answers = Vec::new();
+        for position in 0..self.servers.len() {
+            let stats = match self.client(position, connection).await {
+                Ok(client) => ServerStats::ask(&client).await,
+                Err(error) => Err(error),
+            };
+            answers.push((self.servers[position].0.clone(), stats));
+        }
+        answers
     }
 
     /// The client of a server, connected if it was not.
@@ -171,13 +187,13 @@ mod tests {
                 "held_by": [holder, holder], "held_by_more": 38, "queue": []}],
             "counters": [{"key": "c", "value": 1, "idle_s": 0.0}],
         });
-        let survey = Survey::read(&stats);
-        assert_eq!((survey.connections, survey.keys), (4, 3));
-        assert_eq!((survey.held, survey.waiting), (41, 7));
-        assert_eq!(survey.locks[0].holders[0].client, "a\u{fffd}");
-        assert_eq!(survey.locks[0].holders[0].role, "writer");
+        let stats = ServerStats::read(&stats);
+        assert_eq!((stats.connections, stats.keys), (4, 3));
+        assert_eq!((stats.held, stats.waiting), (41, 7));
+        assert_eq!(stats.locks[0].holders[0].client, "a\u{fffd}");
+        assert_eq!(stats.locks[0].holders[0].role, "writer");
         let queues: Vec<&str> =
-            survey.longest_queues(5).iter().map(|lock| lock.key.as_str()).collect();
+            stats.longest_queues(5).iter().map(|lock| lock.key.as_str()).collect();
         assert_eq!(queues, ["s", "k"]);
     }
 }

@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use crate::connect::{Connection, Settings};
 use crate::failure::{Failure, Status};
 use crate::output;
-use crate::stats::{Each, Holder, Survey};
+use crate::stats::{Answer, Holder, ServerClients};
 use crate::time;
 
 /// Round trips whose median is shown.
@@ -47,16 +47,16 @@ pub(crate) struct Args {
 /// `top`.
 pub(crate) async fn run(args: Args, outer: &Settings) -> Result<Status, Failure> {
     let connection = args.settings.or(outer).resolve()?;
-    let mut each = Each::new(&connection);
+    let mut clients = ServerClients::new(&connection);
     let mut app = App { filter: args.filter, ..App::default() };
     // The first answer decides whether there is anything to show.
-    let looked = look(&mut each, &connection).await;
-    if looked.iter().all(|(_, survey)| survey.is_err())
-        && let Some((_, Err(error))) = looked.first()
+    let answers = clients.stats(&connection).await;
+    if answers.iter().all(|(_, stats)| stats.is_err())
+        && let Some((_, Err(error))) = answers.first()
     {
         return Err(error.clone().into());
     }
-    app.handle_looked(looked, Instant::now());
+    app.handle_answers(answers, Instant::now());
     if args.once {
         once(&mut app);
         return Ok(Status::Ok);
@@ -64,21 +64,7 @@ pub(crate) async fn run(args: Args, outer: &Settings) -> Result<Status, Failure>
     if !std::io::stdout().is_terminal() {
         return Err(Failure::usage("top needs a terminal; use --once for one picture"));
     }
-    live(app, each, &connection, args.interval).await
-}
-
-type Looked = Vec<(String, Result<Survey, dflockd_client::Error>)>;
-
-async fn look(each: &mut Each, connection: &Connection) -> Looked {
-    let mut looked = Vec::new();
-    for position in 0..each.servers.len() {
-        let survey = match each.client(position, connection).await {
-            Ok(client) => Survey::ask(&client).await,
-            Err(error) => Err(error),
-        };
-        looked.push((each.servers[position].0.clone(), survey));
-    }
-    looked
+    live(app, clients, &connection, args.interval).await
 }
 
 fn once(app: &mut App) {
@@ -102,14 +88,14 @@ fn once(app: &mut App) {
 
 async fn live(
     mut app: App,
-    mut each: Each,
+    mut clients: ServerClients,
     connection: &Connection,
     interval: Duration,
 ) -> Result<Status, Failure> {
     let explain = |error| Failure::new(Status::No, format!("the terminal fails: {error}"));
     // Restores the terminal if this process panics; `Screen` does it in all other cases.
     let screen = Screen(ratatui::try_init().map_err(explain)?);
-    let outcome = drive(screen, &mut app, &mut each, connection, interval).await;
+    let outcome = drive(screen, &mut app, &mut clients, connection, interval).await;
     outcome.map(|()| Status::Ok).map_err(explain)
 }
 
@@ -125,7 +111,7 @@ impl Drop for Screen {
 async fn drive(
     mut screen: Screen,
     app: &mut App,
-    each: &mut Each,
+    clients: &mut ServerClients,
     connection: &Connection,
     interval: Duration,
 ) -> std::io::Result<()> {
@@ -143,7 +129,7 @@ async fn drive(
                 }
             }
             _ = ticks.tick() => tokio::select! {
-                looked = look(each, connection) => app.handle_looked(looked, Instant::now()),
+                answers = clients.stats(connection) => app.handle_answers(answers, Instant::now()),
                 // A server that does not answer must not keep anybody from leaving.
                 event = keys.recv() => {
                     if app.handle_event(event) {
@@ -237,7 +223,7 @@ struct App {
     rates: [f64; 4],
     /// Holds that were not there at the last look, per second: at least so many grants were made.
     new_holds_rate: f64,
-    looked_at: Option<Instant>,
+    answered_at: Option<Instant>,
     times: VecDeque<Duration>,
     holds: Vec<Hold>,
     queues: Vec<Queue>,
@@ -252,28 +238,28 @@ struct App {
 
 impl App {
     /// Takes in what the servers said.
-    fn handle_looked(&mut self, looked: Looked, now: Instant) {
+    fn handle_answers(&mut self, answers: Vec<Answer>, now: Instant) {
         self.trouble.clear();
         self.servers_up = 0;
         let mut totals = Totals::default();
         let (mut holds, mut queues) = (Vec::new(), Vec::new());
         let before = std::mem::take(&mut self.leases);
         let mut new_holds = 0_u32;
-        for (server, survey) in looked {
-            let survey = match survey {
-                Ok(survey) => survey,
+        for (server, stats) in answers {
+            let stats = match stats {
+                Ok(stats) => stats,
                 Err(error) => {
                     self.trouble.push(format!("{server}: {error}"));
                     continue;
                 }
             };
             self.servers_up += 1;
-            self.times.push_back(survey.took);
-            totals.held += survey.held;
-            totals.waiting += survey.waiting;
-            totals.connections += survey.connections;
-            totals.keys += survey.keys as u64;
-            for lock in survey.locks {
+            self.times.push_back(stats.took);
+            totals.held += stats.held;
+            totals.waiting += stats.waiting;
+            totals.connections += stats.connections;
+            totals.keys += stats.keys as u64;
+            for lock in stats.locks {
                 if lock.waiters > 0 {
                     let (key, waiters) = (lock.key.clone(), lock.waiters);
                     queues.push(Queue { key, waiters, first_waits_s: lock.longest_wait_s });
@@ -296,8 +282,8 @@ impl App {
         while self.times.len() > TIMES_KEPT {
             self.times.pop_front();
         }
-        if let Some(looked_at) = self.looked_at {
-            let seconds = now.duration_since(looked_at).as_secs_f64().max(0.001);
+        if let Some(answered_at) = self.answered_at {
+            let seconds = now.duration_since(answered_at).as_secs_f64().max(0.001);
             let rate = |new: u64, old: u64| (new as f64 - old as f64) / seconds;
             self.rates = [
                 rate(totals.held, self.totals.held),
@@ -309,7 +295,7 @@ impl App {
         }
         queues.sort_by(|a, b| b.waiters.cmp(&a.waiters).then_with(|| a.key.cmp(&b.key)));
         (self.totals, self.holds, self.queues) = (totals, holds, queues);
-        self.looked_at = Some(now);
+        self.answered_at = Some(now);
     }
 
     /// True if it is time to leave. None means that the terminal is gone; a new size is just drawn.
@@ -541,9 +527,9 @@ fn gauge(share: f64, cells: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::stats::Lock;
+    use crate::stats::{Lock, ServerStats};
 
-    fn survey(ages: &[(&str, f64, u64)]) -> Survey {
+    fn stats(ages: &[(&str, f64, u64)]) -> ServerStats {
         let locks = ages.iter().enumerate().map(|(position, (key, held_s, waiters))| Lock {
             key: (*key).to_owned(),
             kind: "mutex",
@@ -561,13 +547,20 @@ mod tests {
         });
         let locks: Vec<Lock> = locks.collect();
         let (held, waiting) = (locks.len() as u64, locks.iter().map(|it| it.waiters).sum());
-        Survey { connections: 3, keys: locks.len(), held, waiting, locks, took: Duration::ZERO }
+        ServerStats {
+            connections: 3,
+            keys: locks.len(),
+            held,
+            waiting,
+            locks,
+            took: Duration::ZERO,
+        }
     }
 
     fn app() -> App {
         let mut app = App::default();
-        let survey = survey(&[("b", 10.0, 0), ("a", 20.0, 1), ("c", 30.0, 5)]);
-        app.handle_looked(vec![("s".to_owned(), Ok(survey))], Instant::now());
+        let stats = stats(&[("b", 10.0, 0), ("a", 20.0, 1), ("c", 30.0, 5)]);
+        app.handle_answers(vec![("s".to_owned(), Ok(stats))], Instant::now());
         app
     }
 
@@ -600,8 +593,8 @@ mod tests {
     #[test]
     fn rates_are_changes_per_second() {
         let mut app = app();
-        let later = app.looked_at.unwrap() + Duration::from_secs(2);
-        app.handle_looked(vec![("s".to_owned(), Ok(survey(&[("d", 1.0, 0)])))], later);
+        let later = app.answered_at.unwrap() + Duration::from_secs(2);
+        app.handle_answers(vec![("s".to_owned(), Ok(stats(&[("d", 1.0, 0)])))], later);
         assert_eq!(app.rates, [-1.0, -3.0, 0.0, -1.0]);
         assert!((app.new_holds_rate - 0.5).abs() < 0.001);
     }

@@ -1,4 +1,4 @@
-//! Looking at servers.
+//! `ls`, `show`, `status`, `ping`.
 
 use crate::command::{Server, ctl};
 
