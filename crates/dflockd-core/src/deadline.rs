@@ -2,6 +2,13 @@
 //!
 //! Two orders: leases are kept by the end they were given (`base`); what a failover adds is a monotone
 //! function of it, so the order holds and a failover costs nothing. Timers are exact.
+//!
+//! A [`Timestamp`] is nanoseconds of a monotonic clock: since the start of the process in memory mode, of the cluster
+//! behind a log. Stamps never run back within a store, which asserts it. After a change of leader (`NewTerm`) a lease
+//! ends at `max(base, min(base + grace, grace_until))`, a monotone function of `base`; in memory mode there is no
+//! `NewTerm`. A lease that ends at the same instant as a wait goes first, so the waiter is granted.
+//!
+//! With `--startup-grant-delay` a store in memory queues every request until its timer `GrantsOpen`.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;

@@ -1,4 +1,11 @@
-//! Fences that never go back: where they start, and the ranges reserved on disk before they are used.
+//! Fences that never go back: where they start, and the ranges reserved on disk before they are used. Memory mode only;
+//! in replicated mode the counter is part of the state, and the first leader starts it at its wall clock in
+//! nanoseconds.
+//!
+//! One counter for the process starts at the wall clock in nanoseconds, or above what the fence state file has
+//! reserved, whichever is higher. With a file, ranges of 2^20 are reserved before they are used, by a thread of their
+//! own, when half of the old range is left. The longest lease is kept in the file as well. Without a fence nothing is
+//! granted: new requests are refused, and waiters stay where they are and go on when there are fences again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,6 +3,34 @@
 //! The caller's thread applies: there is no queue and no wake-up between a request and its answer. Shard 64
 //! is the one for what belongs to no single key: signals, and the record of each session's subscriptions. A
 //! watch of one key lives in that key's shard as well; a watch with wildcards is beside the shards, once for all.
+//!
+//! # Shards, and what spans them
+//!
+//! A key's shard is a hash of the key modulo 64, seeded anew by each process, so that nobody can choose keys that meet.
+//! A thread never holds two shards. What spans them:
+//!
+//! - `Shared` of the core: atomics for fences, revisions, and the counts of locks and keys. The caps are exact because
+//!   a place is taken before the key is made.
+//! - The common shard has signals because the turns of a queue group, and one copy per connection over several
+//!   patterns, can be exact only in one place; it has the record of subscriptions so that their cap is exact.
+//! - A watch with wildcards concerns the keys of all shards and exists once (`SharedWatches`, under a read-write lock):
+//!   the common shard enters and removes it, and a shard that changes a key looks there, both under their own lock. A
+//!   counter in `Shared` says whether there are any, so a change costs nothing while there are none. A client that was
+//!   told that its watch has begun comes after that count, so no later change is missed; `unwatch` goes through all
+//!   shards before it is answered, so no change comes late.
+//! - `stats` and `ls` go through the shards one by one; they are no snapshot of one instant.
+//!
+//! Each shard has a task that sleeps until the store's `next_deadline`, and `--lease-sweep-interval` at most, then
+//! sends a `Tick`. Nothing scans all locks.
+//!
+//! # Sessions
+//!
+//! Each connection opens a session; its id is the connection's number. A plain session ends with its connection. A
+//! *kept* one has a secret of 128 bits: when its connection ends it is *detached*, and the store ends it when its time
+//! and its last lease are over, unless somebody attaches first. Attaching raises the session's *epoch*. The epoch is
+//! checked under the shard's lock, and attaching visits every shard after raising it: from then on no request of the
+//! older connection can take effect. A session remembers which shards know it, one bit each; ending it visits only
+//! those, one at a time.
 
 use std::collections::{HashSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};

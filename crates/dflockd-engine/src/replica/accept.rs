@@ -1,4 +1,24 @@
 //! The accepting side of a [`Replica`]: what this node's clients asked for and what has become of it; reads.
+//!
+//! # Exactly once
+//!
+//! The accepting node numbers all items of a run, 1, 2, 3 and so on, and sends them in batches to the leader, itself
+//! included. The machine takes a number only if it is the next of its run: what comes twice is skipped, what lacks its
+//! predecessor is not applied, and the leader answers with [`Frame::Expect`]. What is not applied after 500 ms, or when
+//! the leader changes, is sent again. So a retry has no second effect and the order of a connection is kept, without a
+//! table of request ids. (Numbered requests of kept sessions have kept results in the store, as in memory mode.)
+//!
+//! A blocking request has its own deadline in the store. 500 ms after it the accepting node asks for a `Cancel` as
+//! well; 5 s after it the client is told `error_unknown`, and what comes of the request later is taken back by `Undo`,
+//! unless its result is kept for a retry. A command that does not block is given up after 5 s. If a received snapshot
+//! skipped the entry of a request, its outcome is looked up in the new state: answered, still waiting, or unknown.
+//! Pushes that the snapshot skipped are lost, so connections with subscriptions are closed.
+//!
+//! # Reads
+//!
+//! `get kget llen lrange inspect ls` ask Raft for a read index: the leader confirms with a majority that it still
+//! leads, and the node answers once it has applied up to that index and all its own earlier items. Reads that wait
+//! share one question. `stats` shows what the node itself has, without asking.
 
 use dflockd_core::command;
 

@@ -1,4 +1,12 @@
 //! Changes of the cluster that an operator asks for. Any member takes the request, the leader decides.
+//!
+//! # Membership
+//!
+//! A cluster begins with a snapshot at index 1 that holds its members: those of `--cluster-peers`, sorted, or the node
+//! alone. A member is added as a learner, promoted when its log is within 1,000 entries of the commit index, and
+//! removed for ever; one change at a time. A leader that is to be removed hands leadership over first. Numbers and
+//! names are never used again. Addresses are replicated. [`AdminRequest`] is the way in for the command `cluster`, HTTP
+//! and gRPC; what concerns one node (snapshot, drain) that node does itself.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,22 @@
 //! Leading: the time of the cluster, what is proposed, and handing leadership on.
+//!
+//! # Cluster time
+//!
+//! In replicated mode a [`Timestamp`] is *cluster time*, and only a leader makes it. A `Reign` is a term, the cluster
+//! time at which it began, and the local monotonic time at that instant; a stamp is the first plus what has passed
+//! since the second. A reign begins at the highest time that the leader knows: of its log, of its state, or told by a
+//! leader of the same term, whose frames carry it. So time never runs back in the log and never runs ahead of real
+//! time, but for the rate of a clock. Time without a leader does not pass.
+//!
+//! - The first entry of a reign is `NewTerm`; batches of clients wait until it is applied. It sets `grace_until =
+//!   max(grace_until, stamp + grace)`: a lease is extended by one grace at most since its last renewal, however many
+//!   elections there are (`deadline.rs` of the core).
+//! - [`Order::Tick`] is proposed when the store's next deadline has come, and every 5 s while there is any deadline, so
+//!   that a restart of all members sets time back by no more than that.
+//! - A leader that hears of no majority for an election timeout steps down (CheckQuorum). One whose loop stood still
+//!   for longer than that steps down before it stamps anything. One whose disk write takes over a second, or whose disk
+//!   is full, hands leadership over.
+//! - The wall clock decides one thing: the first fence of a new cluster.
 
 use super::*;
 

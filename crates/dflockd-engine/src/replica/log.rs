@@ -106,6 +106,10 @@
 //! 4. An interrupted write that keeps the end of a sector and loses its beginning: no disk is known to do that, it is
 //!    refused as damage.
 //! 5. The whole directory is an older copy of itself, or empty: only the other members can notice.
+//!
+//! A cut leaves a node that may have forgotten a vote or an entry it acknowledged: it neither votes nor stands for
+//! election until it has applied what a leader had committed, unless it is the only voter. `LOCK`, in the same
+//! directory, belongs to `disk.rs` and keeps a second process out.
 
 mod format;
 pub mod inspect;

@@ -3,6 +3,26 @@
 //! [`Machine::apply`] is a function of the committed log alone: members, the lives of nodes, kept sessions, the policy
 //! and the store change here and nowhere else. Every member applies every entry; what comes of it for clients is
 //! handed out as [`Event`]s, of which each node uses those for its own connections.
+//!
+//! # Sessions of a cluster
+//!
+//! A [`Run`] is one life of a node's process: the member's number (12 bits) and how often it was started (20 bits),
+//! noted on disk before anybody is told. A session's id is its run in the upper 32 bits and a count of the run in the
+//! lower, so each id tells where its connection is. A cluster has room for 4,095 members and 1,048,575 starts of each
+//! over its whole life, and a run for 2^32 sessions.
+//!
+//! - The first item of a run is `Start`: it names the data directory (a random number), the client address, and whether
+//!   the node is a witness. It ends what older runs of the node left: waits, enqueue records and subscriptions at once,
+//!   holds with their leases. Another data directory under the same name is not accepted, and a node that learns of a
+//!   later start than its own is an old copy and stops.
+//! - A member that the leader has not heard for 10 s is *lost* (`NodeLost`), which ends its run like a new start. A
+//!   member that was only slow closes its connections and begins a new run.
+//! - Kept sessions are bound to no run: the end of their run detaches them. `Keep`, `Attach`, `Close` and `Kick` are
+//!   items, so the epoch is decided in the log, and what an older attachment sent does nothing on any node. From
+//!   version 2 on, a detached session does not listen: its subscriptions leave the indexes and are entered again by
+//!   `Attach`.
+//! - `Close` says whether the client closed with a FIN; `Policy::auto_release` then decides about the holds. `Orphan`
+//!   keeps those of a connection with a `stable-ref` for `--orphan-ttl`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

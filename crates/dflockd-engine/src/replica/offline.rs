@@ -4,6 +4,10 @@
 //! A cluster that begins again is another cluster: it has a new id, so that members of the old one are refused. Nobody
 //! knows what was granted after the backup, or by members that are gone. So all sessions and holds end, fences go on
 //! beyond anything that can have been given out, and nothing is granted until every lease of before has ended.
+//!
+//! A backup, or the last member's directory, becomes a cluster with one voter. Fences go on from the higher of state
+//! and wall clock plus 2^40, and grants stay closed for the longest lease. `Store::begin_anew` and
+//! `Machine::begin_anew` make the state, and a snapshot behind the log makes it durable.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};

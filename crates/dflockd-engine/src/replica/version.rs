@@ -17,6 +17,12 @@
 //! [`Machine::version`]: super::machine::Machine::version
 //! [`Machine::first_version`]: super::machine::Machine::first_version
 //! [`Machine::lacks_limits`]: super::machine::Machine::lacks_limits
+//!
+//! `Start` tells the newest version that a member reads. [`Order::Version`](super::types::Order::Version) raises the
+//! version of the cluster from that entry on, if all members read it at that place of the log; `apply` may do something
+//! new only from there on. A member that reads less stops at its start, before it has written anything. Version 2
+//! brought limits for leases, sessions and subscriptions, the rules that go by them (`Limits::rules`), and sealed
+//! frames between peers without TLS.
 
 use std::sync::OnceLock;
 

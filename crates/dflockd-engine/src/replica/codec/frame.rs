@@ -1,4 +1,16 @@
 //! Frames: what one node tells another.
+//!
+//! A frame is a kind (1 byte) and its fields; the connection puts a length in front and seals it (`transport/seal.rs`).
+//!
+//! | Kind | Frame | Fields |
+//! | --- | --- | --- |
+//! | 1 | Raft message | cluster time (0 if the sender does not lead), message |
+//! | 2 | forward | a batch |
+//! | 3 | expect | term, run, the next number |
+//! | 4 | piece of a snapshot | transfer, offset, total, SHA-256, whether it is for a witness, message, bytes |
+//! | 5 | receipt of a piece | transfer, bytes received |
+//! | 6, 7 | admin request, reply | id, `postcard` |
+//! | 8 | members, for a new node that has none yet and has to dial them | `postcard` |
 
 use std::fmt;
 

@@ -1,4 +1,6 @@
 //! Items: what a client of some node wants, in the form in which it is forwarded and stands in the log.
+//!
+//! An item is session (8 bytes), epoch (4), request (8), keep (1), kind (1) and the fields of its kind.
 
 use dflockd_core::field::Field;
 use dflockd_core::{Command, Grant, Outcome, SessionId};

@@ -1,5 +1,10 @@
 //! What stands in an entry of the log: a payload with its sections, or the context of a conf change. And the batches
 //! on their way there.
+//!
+//! An entry is the version of the cluster (1 byte), a stamp (8), and sections. Section 1 is a batch: run (4), number of
+//! the first item (8), count (2), length (4), items. Section 2 is an order of the leader: length, then `postcard`. A
+//! change of the membership is a conf change entry with a [`MemberChange`] in its context. An unknown version, section
+//! or kind is an error.
 
 use std::fmt;
 use std::iter::FusedIterator;

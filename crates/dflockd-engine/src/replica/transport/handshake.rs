@@ -32,6 +32,18 @@
 //! - *Taking over after the handshake*: TLS or the seals end the connection at the first byte that is not the peer's.
 //!
 //! [`parse`] takes any bytes and is the only parser.
+//!
+//! # Messages
+//!
+//! `Hello`: tag 1, magic `dflkpeer`, version (2 bytes), TLS and secret or not (1), lane (1), nonce (32), identity, the
+//! node id that is meant. `Challenge`: tag 2, magic, version, mode, nonce. `Proof` (tag 3) and `Welcome` (tag 4:
+//! identity, or why not) carry an HMAC-SHA-256 over all that was said, keyed with the shared secret and, with TLS,
+//! bound to the session by an exported value; without a secret that value is the key. `Verdict` is tag 5. An
+//! [`Identity`] is cluster id, node id, Raft id, number of the data directory, witness or not, version.
+//!
+//! The key of sealed frames is HKDF-SHA-256 of what the two public keys agree on, salted with the shared secret, over
+//! the SHA-256 of hello, challenge and welcome; the verdict is the first message that is sealed with it, as number 0.
+//! The nonce of a seal is four zeros and the number of the frame (8 bytes, big-endian).
 
 use ring::{digest, hmac};
 use thiserror::Error;
