@@ -61,7 +61,7 @@ pub fn key(key: &[u8]) -> Checked<&[u8]> {
     Ok(key)
 }
 
-/// A pattern to subscribe to: at most 16 tokens, between dots or slashes, where `*` and `>` stand alone and `>` is last.
+/// A pattern to subscribe to: at most 16 tokens between dots or slashes. `*` and `>` stand alone, and `>` is last.
 ///
 /// # Errors
 ///

@@ -1,10 +1,10 @@
-//! Every command, declared once, with what is true of it: its number and fields in the log, its name, when it is refused
-//! under load, whether a repeated request gets the first answer again, who may send it, and which of its fields is the
-//! key, the wait and the lease.
+//! Every command, declared once, with what is true of it: its number and fields in the log, its name, when it is
+//! refused under load, whether a repeated request gets the first answer again, who may send it, and which of its fields
+//! is the key, the wait and the lease.
 //!
 //! Chance (salts) and time come in with the command; keys and values are borrowed from wherever they were read.
 //!
-//! A row of [`commands!`] becomes a struct, a variant of [`Command`], a variant of [`CommandKind`], the bytes of the log
+//! A row of `commands!` becomes a struct, a variant of [`Command`], a variant of [`CommandKind`], the bytes of the log
 //! in the order of the fields, and one arm in each method of [`Command`]:
 //!
 //! ```text

@@ -1,6 +1,6 @@
 //! Every reason to refuse a command, once, and how each API says it.
 //!
-//! A row of [`refusals!`] becomes a variant of [`Refusal`] and its [`RefusalSpec`]:
+//! A row of `refusals!` becomes a variant of [`Refusal`] and its [`RefusalSpec`]:
 //!
 //! ```text
 //! /// `Limits::locks_max`.
@@ -84,7 +84,8 @@ refusals! {
     MaxLocks "max_locks" line(MaxLocks) http(503 "max_locks") grpc(ResourceExhausted "MAX_LOCKS") Retry
         "the limit of locks is reached",
     /// `Limits::waiters_max`.
-    MaxWaiters "max_waiters" line(MaxWaiters) http(503 "max_waiters") grpc(ResourceExhausted "MAX_WAITERS") Retry
+    MaxWaiters "max_waiters" line(MaxWaiters) http(503 "max_waiters")
+        grpc(ResourceExhausted "MAX_WAITERS") Retry
         "the limit of waiters for this key is reached",
     /// `Limits::keys_max`.
     MaxKeys "max_keys" line(MaxKeys) http(503 "max_keys") grpc(ResourceExhausted "MAX_KEYS") Retry
@@ -93,31 +94,40 @@ refusals! {
     ListFull "list_full" line(ListFull) http(409 "list_full") grpc(ResourceExhausted "LIST_FULL") Retry
         "the list is full",
     /// `Limits::value_bytes_max`.
-    ValueTooLarge "value_too_large" line(Error) http(400 "bad_request") grpc(InvalidArgument "BAD_REQUEST") Final
+    ValueTooLarge "value_too_large" line(Error) http(400 "bad_request")
+        grpc(InvalidArgument "BAD_REQUEST") Final
         "the value is too large",
     /// `Limits::subscriptions_max`.
-    MaxSubscriptions "max_subscriptions" line(Error) http(503 "max_subscriptions") grpc(ResourceExhausted "MAX_SUBSCRIPTIONS") Retry
+    MaxSubscriptions "max_subscriptions" line(Error) http(503 "max_subscriptions")
+        grpc(ResourceExhausted "MAX_SUBSCRIPTIONS") Retry
         "the limit of subscriptions is reached",
     /// The semaphore exists with another limit.
-    LimitMismatch "limit_mismatch" line(LimitMismatch) http(409 "limit_mismatch") grpc(FailedPrecondition "LIMIT_MISMATCH") Final
+    LimitMismatch "limit_mismatch" line(LimitMismatch) http(409 "limit_mismatch")
+        grpc(FailedPrecondition "LIMIT_MISMATCH") Final
         "the semaphore has another limit",
     /// The key is a read-write lock, or is not.
-    TypeMismatch "type_mismatch" line(TypeMismatch) http(409 "type_mismatch") grpc(FailedPrecondition "TYPE_MISMATCH") Final
+    TypeMismatch "type_mismatch" line(TypeMismatch) http(409 "type_mismatch")
+        grpc(FailedPrecondition "TYPE_MISMATCH") Final
         "the key is a lock of another kind",
     /// The barrier exists with another count.
-    CountMismatch "barrier_count_mismatch" line(BarrierCountMismatch) http(409 "barrier_count_mismatch") grpc(FailedPrecondition "BARRIER_COUNT_MISMATCH") Final
+    CountMismatch "barrier_count_mismatch" line(BarrierCountMismatch) http(409 "barrier_count_mismatch")
+        grpc(FailedPrecondition "BARRIER_COUNT_MISMATCH") Final
         "the barrier has another count",
     /// The session has enqueued for this key already.
-    AlreadyEnqueued "already_enqueued" line(AlreadyEnqueued) http(409 "already_enqueued") grpc(FailedPrecondition "ALREADY_ENQUEUED") Final
+    AlreadyEnqueued "already_enqueued" line(AlreadyEnqueued) http(409 "already_enqueued")
+        grpc(FailedPrecondition "ALREADY_ENQUEUED") Final
         "the session has a place in the queue already",
     /// The session has not enqueued for this key.
-    NotEnqueued "not_enqueued" line(NotEnqueued) http(409 "not_enqueued") grpc(FailedPrecondition "NOT_ENQUEUED") Final
+    NotEnqueued "not_enqueued" line(NotEnqueued) http(409 "not_enqueued")
+        grpc(FailedPrecondition "NOT_ENQUEUED") Final
         "the session has no place in the queue",
     /// The session waits for this already.
-    AlreadyWaiting "already_waiting" line(Error) http(409 "already_waiting") grpc(FailedPrecondition "ALREADY_WAITING") Final
+    AlreadyWaiting "already_waiting" line(Error) http(409 "already_waiting")
+        grpc(FailedPrecondition "ALREADY_WAITING") Final
         "the session waits for it already",
     /// The lease of the hold ran out.
-    LeaseExpired "lease_expired" line(LeaseExpired) http(409 "lease_expired") grpc(NotFound "LEASE_EXPIRED") Final
+    LeaseExpired "lease_expired" line(LeaseExpired) http(409 "lease_expired")
+        grpc(NotFound "LEASE_EXPIRED") Final
         "the lease has ended",
     /// No such hold.
     NotHeld "not_held" line(Error) http(404 "not_held") grpc(NotFound "NOT_HELD") Final
@@ -138,7 +148,7 @@ refusals! {
     /// Nobody could decide it in time, and nothing will come of it.
     Unavailable "unavailable" line(Unavailable) http(503 "unavailable") grpc(Unavailable "UNAVAILABLE") Retry
         "no member could decide; nothing was done",
-    /// `Limits::holds_per_session_max`. On lines the word for locks: published clients know it and do the right thing.
+    /// `Limits::holds_per_session_max`. On lines the word for locks: published clients know it.
     MaxHolds "max_holds" line(MaxLocks) http(503 "max_holds") grpc(ResourceExhausted "MAX_HOLDS") Retry
         "the limit of holds per session is reached",
     /// `Limits::waits_per_session_max`. On lines the word for waiters.

@@ -3,9 +3,9 @@
 //!
 //! What all of them are made of is here; the rest is in `item.rs`, `payload.rs`, `message.rs` and `frame.rs`.
 //!
-//! Numbers, flags and byte strings have the form of [`dflockd_core::field`], as the fields of commands do. Only what is rare is written by `postcard`:
-//! [`Order`](super::types::Order), [`MemberChange`](super::types::MemberChange), the start of a node, what operators
-//! send.
+//! Numbers, flags and byte strings have the form of [`dflockd_core::field`], as the fields of commands do. Only what is
+//! rare is written by `postcard`: [`Order`](super::types::Order), [`MemberChange`](super::types::MemberChange), the
+//! start of a node, what operators send.
 //!
 //! What stands in the log begins with a version, because it is read by later programs. Frames have none: which form two
 //! nodes speak is settled when they connect.

@@ -132,6 +132,56 @@ fn dependencies_have_a_reason() {
     assert!(count > 20, "only {count} dependencies found in Cargo.toml");
 }
 
+/// The map names every source file, and no other.
+#[test]
+fn the_map_names_every_source_file() {
+    let document = read(&root().join("ARCHITECTURE.md"));
+    assert!(document.lines().count() <= 250, "ARCHITECTURE.md has more than 250 lines");
+    let (_, map) = document.split_once("\n## The map\n").unwrap();
+    let (map, _) = map.split_once("\n## ").unwrap();
+    let mut named = BTreeSet::new();
+    let mut folder = "";
+    for row in map.lines().filter(|line| line.starts_with("| ")) {
+        let cell = row.split(" | ").next().unwrap();
+        if cell.contains("**") {
+            folder = quoted(cell).next().unwrap();
+            continue;
+        }
+        let mut before = "";
+        for name in quoted(cell) {
+            if name.ends_with('/') {
+                before = name;
+            } else {
+                let path = format!("{folder}{before}{name}");
+                assert!(named.insert(path.clone()), "ARCHITECTURE.md names {path} twice");
+            }
+        }
+    }
+    let found: BTreeSet<_> = source_files().collect();
+    let gone: Vec<_> = named.difference(&found).collect();
+    assert!(gone.is_empty(), "the map of ARCHITECTURE.md names files that do not exist: {gone:?}");
+    let missing: Vec<_> = found.difference(&named).collect();
+    assert!(missing.is_empty(), "the map of ARCHITECTURE.md lacks {missing:?}");
+}
+
+/// The files that belong on the map, relative to the root: Rust in the `src` folders, scripts of the web page.
+fn source_files() -> impl Iterator<Item = String> {
+    let paths = files().into_iter().map(|path| {
+        let path = path.strip_prefix(root()).unwrap().to_owned();
+        path.into_os_string().into_string().unwrap()
+    });
+    paths.filter(|path| {
+        let parts: Vec<_> = path.split('/').collect();
+        match parts[..] {
+            ["crates", "dflockd", "ui", ..] => path.ends_with(".js"),
+            ["crates", _, "src", ..] | ["bench" | "sim" | "fuzz", "src", ..] => {
+                path.ends_with(".rs")
+            }
+            _ => false,
+        }
+    })
+}
+
 #[test]
 fn links_lead_somewhere() {
     for path in files().iter().filter(|path| has_extension(path, &["md"])) {
@@ -319,7 +369,9 @@ fn files() -> Vec<PathBuf> {
                 if !SKIPPED.iter().any(|skipped| entry.file_name() == *skipped) {
                     folders.push(path);
                 }
-            } else if kind.is_file() && has_extension(&path, &["rs", "toml", "md", "py", "sh"]) {
+            } else if kind.is_file()
+                && has_extension(&path, &["rs", "js", "toml", "md", "py", "sh"])
+            {
                 files.push(path);
             }
         }
