@@ -13,7 +13,7 @@ use crate::memory::{Memory, Place, Submitted};
 use crate::replica::machine::Machine;
 use crate::replica::types::{Action, Run};
 use crate::replicated::{Leader, Replicated, View};
-use crate::router::{Attachment, Door, Pokes, SessionSecret, Sink};
+use crate::router::{Api, Attachment, Pokes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
 pub(crate) const NAMES_MAX: usize = 5000;
@@ -34,7 +34,7 @@ pub struct SessionInfo {
     /// Its name for people, if it is known.
     pub label: Option<Arc<str>>,
     /// How its client speaks to this process, if it does.
-    pub door: Option<Door>,
+    pub api: Option<Api>,
     /// What it has.
     pub view: SessionView,
 }
@@ -275,8 +275,8 @@ impl Engine {
                     Some(ids.map(|id| (id, store.view_session(id))).collect::<Vec<_>>())
                 });
                 let infos = views.flatten()?.into_iter().map(|(id, view)| {
-                    let (label, door) = (member.label(id), member.router().door(id));
-                    SessionInfo { id, label, door, view }
+                    let (label, api) = (member.label(id), member.router().api(id));
+                    SessionInfo { id, label, api, view }
                 });
                 Some(infos.collect())
             }
@@ -306,12 +306,12 @@ impl Engine {
         }
     }
 
-    /// How many sessions this process has that were opened through a door.
+    /// How many sessions this process has that were opened through an API.
     #[must_use]
-    pub fn session_count(&self, door: Door) -> u64 {
+    pub fn session_count(&self, api: Api) -> u64 {
         match self {
-            Self::Memory(memory) => memory.session_count(door),
-            Self::Replicated(member) => member.router().count(door),
+            Self::Memory(memory) => memory.session_count(api),
+            Self::Replicated(member) => member.router().count(api),
         }
     }
 

@@ -52,7 +52,7 @@ use crate::clock::{Clock, unix_nanos};
 use crate::engine::{Engine, NAMES_MAX, SessionInfo};
 use crate::fences::Fences;
 use crate::replica::types::AutoRelease;
-use crate::router::{Attachment, Door, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+use crate::router::{Api, Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
 
 const KEY_SHARDS: usize = 64;
 /// The shard of signals and of subscription records.
@@ -358,9 +358,9 @@ impl Memory {
         all
     }
 
-    /// How many sessions there are that were opened through a door.
-    pub fn session_count(&self, door: Door) -> u64 {
-        self.router.count(door)
+    /// How many sessions there are that were opened through an API.
+    pub fn session_count(&self, api: Api) -> u64 {
+        self.router.count(api)
     }
 
     /// The last `max` changes of keys that match, of those that all shards still have, oldest first.
@@ -482,8 +482,8 @@ impl Memory {
         }
         let infos = sessions.iter().zip(views).map(|(session, view)| {
             let state = session.state.lock();
-            let door = state.sink.as_ref().map(|sink| sink.door());
-            SessionInfo { id: session.id, label: Some(Arc::clone(&state.label)), door, view }
+            let api = state.sink.as_ref().map(|sink| sink.api());
+            SessionInfo { id: session.id, label: Some(Arc::clone(&state.label)), api, view }
         });
         infos.collect()
     }

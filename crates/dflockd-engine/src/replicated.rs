@@ -35,7 +35,7 @@ use crate::replica::driver::{self, Bomb, ClusterOptions, Desk, Fatal, Seat, log_
 use crate::replica::log::Room;
 use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
-use crate::replica::types::{Action, Bits128, Doors, Item, Member, Policy, RaftId, Run};
+use crate::replica::types::{Action, Addresses, Bits128, Item, Member, Policy, RaftId, Run};
 use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
 use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
 
@@ -71,7 +71,7 @@ pub struct Replicated {
     tender: OnceLock<Tender>,
     run: AtomicU32,
     /// Where else this node can be reached.
-    doors: Mutex<Doors>,
+    addresses: Mutex<Addresses>,
     last_session: AtomicU32,
     view: Mutex<View>,
     jobs: Mutex<HashMap<u64, Job>>,
@@ -140,7 +140,7 @@ pub struct View {
     /// What all decide by.
     pub policy: Option<Policy>,
     /// Where else the members can be reached.
-    pub doors: std::collections::BTreeMap<RaftId, Doors>,
+    pub addresses: std::collections::BTreeMap<RaftId, Addresses>,
     /// The cluster's name.
     pub cluster: Bits128,
     /// The newest version that each member reads.
@@ -172,12 +172,12 @@ impl View {
     /// Where clients find the leader, by each API.
     #[must_use]
     pub fn leader(&self) -> Leader {
-        let doors = self.status.and_then(|status| self.doors.get(&status.leader?));
+        let addresses = self.status.and_then(|status| self.addresses.get(&status.leader?));
         let known = |addr: &String| Some(addr.clone()).filter(|addr| !addr.is_empty());
         Leader {
             line: self.leader_addr().map(str::to_owned),
-            http: doors.and_then(|doors| known(&doors.http)),
-            grpc: doors.and_then(|doors| known(&doors.grpc)),
+            http: addresses.and_then(|addresses| known(&addresses.http)),
+            grpc: addresses.and_then(|addresses| known(&addresses.grpc)),
         }
     }
 
@@ -210,7 +210,7 @@ impl Replicated {
             taken: AtomicUsize::new(0),
             tender: OnceLock::new(),
             run: AtomicU32::new(0),
-            doors: Mutex::default(),
+            addresses: Mutex::default(),
             last_session: AtomicU32::new(0),
             view: Mutex::new(View {
                 raft_id: 0,
@@ -219,7 +219,7 @@ impl Replicated {
                 voters: Vec::new(),
                 learners: Vec::new(),
                 policy: None,
-                doors: std::collections::BTreeMap::new(),
+                addresses: std::collections::BTreeMap::new(),
                 cluster: Bits128::default(),
                 versions: std::collections::BTreeMap::new(),
                 version: 1,
@@ -902,21 +902,21 @@ impl Replicated {
 
     pub(crate) fn begin_run(&self, run: Run) {
         self.run.store(run.0, Ordering::Release);
-        self.tell_doors();
+        self.announce_addresses();
     }
 
     /// Where else clients find this node, for the others to know.
-    pub fn set_doors(&self, doors: Doors) {
-        *self.doors.lock() = doors;
+    pub fn set_addresses(&self, addresses: Addresses) {
+        *self.addresses.lock() = addresses;
         if self.run.load(Ordering::Acquire) != 0 {
-            self.tell_doors();
+            self.announce_addresses();
         }
     }
 
-    fn tell_doors(&self) {
-        let doors = self.doors.lock().clone();
-        if doors != Doors::default() {
-            let action = Action::Doors(doors);
+    fn announce_addresses(&self) {
+        let addresses = self.addresses.lock().clone();
+        if addresses != Addresses::default() {
+            let action = Action::Addresses(addresses);
             self.put_item(SessionId(0), 0, RequestId(0), false, action, None);
         }
     }
@@ -935,7 +935,7 @@ impl Replicated {
         view.voters = conf.voters;
         view.learners = conf.learners;
         view.policy = machine.policy().cloned();
-        view.doors = machine.doors().clone();
+        view.addresses = machine.addresses().clone();
         view.cluster = machine.cluster();
         view.versions = machine.versions().clone();
         view.version = machine.version();

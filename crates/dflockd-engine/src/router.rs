@@ -29,9 +29,9 @@ pub trait Sink: Send + Sync {
     fn cut(&self) {
         self.close();
     }
-    /// Through which door the client came.
-    fn door(&self) -> Door {
-        Door::Line
+    /// Through which API the client came.
+    fn api(&self) -> Api {
+        Api::Line
     }
     /// Handles what was put aside, unless somebody is at it, who will.
     fn poke(&self);
@@ -43,7 +43,7 @@ pub trait Sink: Send + Sync {
 
 /// How a client speaks to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Door {
+pub enum Api {
     /// The line protocol.
     Line,
     /// HTTP.
@@ -116,7 +116,7 @@ pub struct SessionSecret(pub [u8; 16]);
 pub(crate) struct Session {
     pub(crate) id: SessionId,
     /// Through which it was opened.
-    door: Door,
+    api: Api,
     /// A bit per shard that knows the session.
     touched: [AtomicU64; 2],
     /// What it has in all shards together.
@@ -213,7 +213,7 @@ pub(crate) struct Router {
     parts: Vec<RwLock<HashMap<SessionId, Arc<Session>>>>,
     kept: Mutex<HashMap<SessionSecret, Arc<Session>>>,
     last_id: AtomicU64,
-    /// How many there are, by door.
+    /// How many there are, by API.
     counts: [AtomicU64; 3],
 }
 
@@ -240,20 +240,20 @@ impl Router {
         sink: Arc<dyn Sink>,
         label: Arc<str>,
     ) -> Attachment {
-        let door = sink.door();
+        let api = sink.api();
         let state = State { sink: Some(sink), label, secret: None, attached: None };
         let session = Arc::new(Session {
             id,
-            door,
+            api,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
             usage: Arc::default(),
             epoch: AtomicU64::new(epoch),
             state: Mutex::new(state),
         });
         let before = self.part(id).write().insert(id, Arc::clone(&session));
-        self.counts[door as usize].fetch_add(1, Ordering::Relaxed);
+        self.counts[api as usize].fetch_add(1, Ordering::Relaxed);
         if let Some(before) = before {
-            self.counts[before.door as usize].fetch_sub(1, Ordering::Relaxed);
+            self.counts[before.api as usize].fetch_sub(1, Ordering::Relaxed);
         }
         Attachment { session, epoch }
     }
@@ -281,13 +281,13 @@ impl Router {
         let mut part = self.part(session.id).write();
         if part.get(&session.id).is_some_and(|known| std::ptr::eq(&**known, session)) {
             part.remove(&session.id);
-            self.counts[session.door as usize].fetch_sub(1, Ordering::Relaxed);
+            self.counts[session.api as usize].fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    /// How many sessions there are that were opened through a door.
-    pub(crate) fn count(&self, door: Door) -> u64 {
-        self.counts[door as usize].load(Ordering::Relaxed)
+    /// How many sessions there are that were opened through an API.
+    pub(crate) fn count(&self, api: Api) -> u64 {
+        self.counts[api as usize].load(Ordering::Relaxed)
     }
 
     /// Lets a session outlive its connection, unless `max` others do; 0 = unlimited.
@@ -320,11 +320,11 @@ impl Router {
         ids
     }
 
-    /// Through which door the session's client came, if it is there.
-    pub(crate) fn door(&self, id: SessionId) -> Option<Door> {
+    /// Through which API the session's client came, if it is there.
+    pub(crate) fn api(&self, id: SessionId) -> Option<Api> {
         let session = self.get(id)?;
         let state = session.state.lock();
-        state.sink.as_ref().map(|sink| sink.door())
+        state.sink.as_ref().map(|sink| sink.api())
     }
 
     pub(crate) fn label(&self, id: SessionId) -> Option<Arc<str>> {

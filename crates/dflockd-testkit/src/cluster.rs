@@ -282,13 +282,13 @@ impl Cluster {
         free_addresses(self.nodes[0].client.ip(), count)
     }
 
-    /// Gives each member another door, whose port a flag names; says where they are.
-    pub fn add_door(&mut self, flag: &str) -> Vec<SocketAddr> {
-        let doors = self.more_addresses(self.nodes.len());
-        for (node, door) in self.nodes.iter_mut().zip(&doors) {
-            node.flags.extend([flag.to_owned(), door.port().to_string()]);
+    /// Gives each member another API, whose port a flag names; says where they are.
+    pub fn add_api(&mut self, flag: &str) -> Vec<SocketAddr> {
+        let addresses = self.more_addresses(self.nodes.len());
+        for (node, address) in self.nodes.iter_mut().zip(&addresses) {
+            node.flags.extend([flag.to_owned(), address.port().to_string()]);
         }
-        doors
+        addresses
     }
 
     /// Starts all members and waits until they serve.

@@ -1,4 +1,4 @@
-//! What the tests of all crates share: real processes, clusters of them, clients of their doors, and scripts of
+//! What the tests of all crates share: real processes, clusters of them, clients of their APIs, and scripts of
 //! conversations with them.
 //!
 //! Only tests depend on it. It knows the wire and the built programs, never the insides of the server: whoever looks at

@@ -359,19 +359,19 @@ impl Server {
         Self::launch(command)
     }
 
-    /// A server with another door, whose port a flag names. The system cannot choose that one: 0 means that there is
-    /// no such door.
+    /// A server with another API, whose port a flag names. The system cannot choose that one: 0 means that there is
+    /// no such API.
     #[track_caller]
-    pub fn start_with_door<S: AsRef<OsStr>>(flag: &str, args: &[S]) -> (Self, SocketAddr) {
+    pub fn start_with_api<S: AsRef<OsStr>>(flag: &str, args: &[S]) -> (Self, SocketAddr) {
         let begun = Instant::now();
         loop {
-            let door = free_address();
+            let address = free_address();
             let mut command = command(args);
-            command.args([flag, &door.port().to_string()]);
+            command.args([flag, &address.port().to_string()]);
             match Self::try_launch(command) {
                 Ok(server) => {
-                    server.wait_for_output(&format!(":{} ", door.port()));
-                    return (server, door);
+                    server.wait_for_output(&format!(":{} ", address.port()));
+                    return (server, address);
                 }
                 // Somebody else may have the port now.
                 Err(error) => {

@@ -1,4 +1,4 @@
-//! What operators did, by whatever door: a line in the log for each deed, and the last of them in memory.
+//! What operators did, by whatever API: a line in the log for each deed, and the last of them in memory.
 //!
 //! The log is what lasts. What is kept here begins with the process and belongs to it: each member of a cluster knows
 //! what was asked of it, and the leader also what was asked of others and came to it to be decided.
@@ -8,11 +8,11 @@ use std::future::pending;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::metrics::door_name;
+use crate::metrics::api_name;
 
 /// Records that are kept.
 const RECORDS_MAX: usize = 1000;
@@ -38,7 +38,7 @@ pub(crate) struct By {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Via {
     /// From the operator.
-    Door(Door),
+    Api(Api),
     /// From another member, of which it was asked: this one leads.
     Member,
 }
@@ -47,7 +47,7 @@ impl Via {
     /// What it is called.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Door(door) => door_name(door),
+            Self::Api(api) => api_name(api),
             Self::Member => "member",
         }
     }
@@ -149,9 +149,9 @@ impl Deed {
 }
 
 impl By {
-    /// Somebody at a door that has no sessions of its own.
-    pub(crate) fn address(door: Door, peer: impl ToString) -> Self {
-        Self { via: Via::Door(door), session: None, peer: peer.to_string().into() }
+    /// Somebody at an API that has no sessions of its own.
+    pub(crate) fn address(api: Api, peer: impl ToString) -> Self {
+        Self { via: Via::Api(api), session: None, peer: peer.to_string().into() }
     }
 
     /// An operator whose request another member has passed on to this one.
@@ -204,7 +204,7 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
                 done,
                 "cluster changed, as another member was asked to"
             ),
-            Via::Door(Door::Line) => tracing::info!(
+            Via::Api(Api::Line) => tracing::info!(
                 audit = true,
                 by,
                 %peer,
@@ -213,14 +213,14 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
                 reason,
                 "cluster changed by an operator"
             ),
-            Via::Door(Door::Http) => {
+            Via::Api(Api::Http) => {
                 let text = match *verb {
                     "remove" => "member removed by an operator",
                     _ => "member added by an operator",
                 };
                 tracing::info!(audit = true, %peer, node, done, "{text}");
             }
-            Via::Door(Door::Grpc) => {
+            Via::Api(Api::Grpc) => {
                 let how = how(verb);
                 tracing::info!(
                     audit = true,
@@ -252,7 +252,7 @@ mod tests {
     use super::*;
 
     fn note(audit: &Audit, session: u64) {
-        let by = By::address(Door::Grpc, "127.0.0.1");
+        let by = By::address(Api::Grpc, "127.0.0.1");
         audit.note(&by, Deed::EndSession { session }, "because", Some(true));
     }
 

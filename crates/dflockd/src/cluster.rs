@@ -8,7 +8,7 @@ use dflockd_engine::replica::driver::{ClusterOptions, Formation};
 use dflockd_engine::replica::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
 };
-use dflockd_engine::replica::types::Doors;
+use dflockd_engine::replica::types::Addresses;
 use dflockd_engine::replica::version;
 use dflockd_engine::{Clock, Replicated};
 
@@ -17,14 +17,14 @@ use crate::config::{self, ClusterConfig, Config, HostPort};
 /// How many past events every member keeps for watches that resume.
 const EVENTS_MAX: u64 = 10_000;
 
-/// Where others find the doors that this node has besides the line protocol.
-pub(crate) fn doors(
+/// Where others find the APIs that this node has besides the line protocol.
+pub(crate) fn advertised_addresses(
     config: &Config,
     cluster: &ClusterConfig<'_>,
     http: Option<SocketAddr>,
     grpc: Option<SocketAddr>,
-) -> Doors {
-    let door = |bound: Option<SocketAddr>, advertised: &Option<HostPort>| match bound {
+) -> Addresses {
+    let address = |bound: Option<SocketAddr>, advertised: &Option<HostPort>| match bound {
         None => String::new(),
         Some(bound) => match (advertised, cluster.advertise_addr) {
             (Some(addr), _) => addr.to_string(),
@@ -34,9 +34,9 @@ pub(crate) fn doors(
             (None, _) => bound.to_string(),
         },
     };
-    Doors {
-        http: door(http, &config.http_advertise_addr),
-        grpc: door(grpc, &config.grpc_advertise_addr),
+    Addresses {
+        http: address(http, &config.http_advertise_addr),
+        grpc: address(grpc, &config.grpc_advertise_addr),
     }
 }
 

@@ -18,7 +18,7 @@ use axum::http::{Method, StatusCode};
 use dflockd_core::{
     BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Span, Tally, Timestamp,
 };
-use dflockd_engine::{Door, Replicated, TIMES_BUCKETS, Times};
+use dflockd_engine::{Api, Replicated, TIMES_BUCKETS, Times};
 use dflockd_wire::{OPS, Op};
 use parking_lot::Mutex;
 use tonic::Code;
@@ -47,7 +47,7 @@ const ROLES: [&str; 5] = ["leader", "follower", "candidate", "pre-candidate", "j
 pub struct Metrics {
     started: Timestamp,
     line_requests: LineRequests,
-    doors: [DoorCounts; 3],
+    apis: [ApiCounts; 3],
     /// By route. Replaced as a whole when a row is added, which soon does not happen any more.
     http: ArcSwap<HashMap<Box<str>, Vec<Arc<Row>>>>,
     adding: Mutex<()>,
@@ -65,9 +65,9 @@ impl Default for LineRequests {
     }
 }
 
-/// What happens at one door.
+/// What happens at one API.
 #[derive(Default)]
-struct DoorCounts {
+struct ApiCounts {
     connections: AtomicU64,
     connections_max: AtomicU64,
     refused: AtomicU64,
@@ -145,25 +145,25 @@ impl Metrics {
     }
 
     /// There are so many connections now. Those of the line protocol are counted by the service.
-    pub(crate) fn set_connections(&self, door: Door, count: u64) {
-        self.doors[door as usize].connections.store(count, Relaxed);
+    pub(crate) fn set_connections(&self, api: Api, count: u64) {
+        self.apis[api as usize].connections.store(count, Relaxed);
     }
 
     /// So many connections each protocol can have.
-    pub(crate) fn set_connections_max(&self, max: impl Fn(Door) -> u64) {
-        for door in [Door::Line, Door::Http, Door::Grpc] {
-            self.doors[door as usize].connections_max.store(max(door), Relaxed);
+    pub(crate) fn set_connections_max(&self, max: impl Fn(Api) -> u64) {
+        for api in [Api::Line, Api::Http, Api::Grpc] {
+            self.apis[api as usize].connections_max.store(max(api), Relaxed);
         }
     }
 
     /// There was no room for a connection.
-    pub(crate) fn connection_refused(&self, door: Door) {
-        self.doors[door as usize].refused.fetch_add(1, Relaxed);
+    pub(crate) fn connection_refused(&self, api: Api) {
+        self.apis[api as usize].refused.fetch_add(1, Relaxed);
     }
 
     /// Somebody had a wrong token, or none, or may not try any more.
-    pub(crate) fn auth_failed(&self, door: Door, kind: TokenKind, denied: Denied) {
-        let counts = &self.doors[door as usize];
+    pub(crate) fn auth_failed(&self, api: Api, kind: TokenKind, denied: Denied) {
+        let counts = &self.apis[api as usize];
         counts.auth_failures[kind as usize].fetch_add(1, Relaxed);
         if denied == Denied::TooMany {
             counts.auth_throttled[kind as usize].fetch_add(1, Relaxed);
@@ -171,13 +171,13 @@ impl Metrics {
     }
 
     /// Something ended because it came with a token that is no longer valid.
-    pub(crate) fn revoked(&self, door: Door) {
-        self.doors[door as usize].revoked.fetch_add(1, Relaxed);
+    pub(crate) fn revoked(&self, api: Api) {
+        self.apis[api as usize].revoked.fetch_add(1, Relaxed);
     }
 
     /// Somebody was cut off who did not take in what waited for it.
-    pub(crate) fn slow_reader(&self, door: Door) {
-        self.doors[door as usize].slow_readers.fetch_add(1, Relaxed);
+    pub(crate) fn slow_reader(&self, api: Api) {
+        self.apis[api as usize].slow_readers.fetch_add(1, Relaxed);
     }
 
     /// How many HTTP sessions there are.
@@ -195,7 +195,7 @@ impl Metrics {
     pub(crate) fn encode(&self, service: &Service) -> String {
         let mut page = Page::default();
         self.add_service(&mut page, service);
-        self.add_doors(&mut page, service);
+        self.add_apis(&mut page, service);
         self.add_requests(&mut page);
         if let Some(tally) = service.engine.tally() {
             add_tally(&mut page, &tally);
@@ -223,35 +223,35 @@ impl Metrics {
         page.value(&n::LOG_LOST, logging::lines_lost());
     }
 
-    fn add_doors(&self, page: &mut Page, service: &Service) {
+    fn add_apis(&self, page: &mut Page, service: &Service) {
         let line = service.connections.load(Relaxed) as u64;
         page.value(&n::CONNECTIONS, line);
-        let doors = [Door::Line, Door::Http, Door::Grpc];
-        let each = |count: &dyn Fn(Door) -> u64| doors.map(|door| (door_name(door), count(door)));
+        let apis = [Api::Line, Api::Http, Api::Grpc];
+        let each = |count: &dyn Fn(Api) -> u64| apis.map(|api| (api_name(api), count(api)));
         page.by(
             &n::OPEN_CONNECTIONS,
-            each(&|door| match door {
-                Door::Line => line,
-                Door::Http | Door::Grpc => self.doors[door as usize].connections.load(Relaxed),
+            each(&|api| match api {
+                Api::Line => line,
+                Api::Http | Api::Grpc => self.apis[api as usize].connections.load(Relaxed),
             }),
         );
-        let counts = |door: Door| &self.doors[door as usize];
-        page.by(&n::CONNECTIONS_MAX, each(&|door| counts(door).connections_max.load(Relaxed)));
-        page.by(&n::CONNECTIONS_REFUSED, each(&|door| counts(door).refused.load(Relaxed)));
-        let tokens = |count: fn(&DoorCounts) -> &[AtomicU64; 2]| {
-            let rows = doors.into_iter().flat_map(|door| TokenKind::ALL.map(|kind| (door, kind)));
-            rows.map(move |(door, kind)| {
-                let labels = [door_name(door).to_owned(), kind.name().to_owned()];
-                (labels, count(counts(door))[kind as usize].load(Relaxed))
+        let counts = |api: Api| &self.apis[api as usize];
+        page.by(&n::CONNECTIONS_MAX, each(&|api| counts(api).connections_max.load(Relaxed)));
+        page.by(&n::CONNECTIONS_REFUSED, each(&|api| counts(api).refused.load(Relaxed)));
+        let tokens = |count: fn(&ApiCounts) -> &[AtomicU64; 2]| {
+            let rows = apis.into_iter().flat_map(|api| TokenKind::ALL.map(|kind| (api, kind)));
+            rows.map(move |(api, kind)| {
+                let labels = [api_name(api).to_owned(), kind.name().to_owned()];
+                (labels, count(counts(api))[kind as usize].load(Relaxed))
             })
         };
         page.values(&n::AUTH_FAILURES, tokens(|counts| &counts.auth_failures));
         page.values(&n::AUTH_THROTTLED, tokens(|counts| &counts.auth_throttled));
-        page.by(&n::REVOKED, each(&|door| counts(door).revoked.load(Relaxed)));
+        page.by(&n::REVOKED, each(&|api| counts(api).revoked.load(Relaxed)));
         let foreign = Foreign::ALL.map(|other| (other.name(), self.foreign.count(other)));
         page.by(&n::FOREIGN_PROTOCOLS, foreign);
-        page.by(&n::SLOW_READERS, each(&|door| counts(door).slow_readers.load(Relaxed)));
-        page.by(&n::OPEN_SESSIONS, each(&|door| service.engine.session_count(door)));
+        page.by(&n::SLOW_READERS, each(&|api| counts(api).slow_readers.load(Relaxed)));
+        page.by(&n::OPEN_SESSIONS, each(&|api| service.engine.session_count(api)));
         page.value(&n::HTTP_SESSIONS, self.http_sessions.load(Relaxed));
     }
 
@@ -308,12 +308,12 @@ pub(crate) fn known_method(method: &Method) -> &'static str {
     known.copied().unwrap_or("OTHER")
 }
 
-/// A door by its name.
-pub(crate) fn door_name(door: Door) -> &'static str {
-    match door {
-        Door::Line => "line",
-        Door::Http => "http",
-        Door::Grpc => "grpc",
+/// The name of an API in labels and records.
+pub(crate) fn api_name(api: Api) -> &'static str {
+    match api {
+        Api::Line => "line",
+        Api::Http => "http",
+        Api::Grpc => "grpc",
     }
 }
 

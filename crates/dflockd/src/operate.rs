@@ -1,4 +1,4 @@
-//! What operators do, by whatever door, each deed once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
+//! What operators do, by whatever API, each deed once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
 //!
 //! And the command `cluster` of the line protocol, which asks for it in JSON. Every change needs a reason. Any member
 //! takes a request; what concerns the cluster is decided by its leader, what concerns a node by that node. The answer

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use dflockd_engine::{Clock, Door, Engine, Replicated, Suppressed};
+use dflockd_engine::{Api, Clock, Engine, Replicated, Suppressed};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpSocket};
@@ -104,17 +104,22 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     operate::audit_decisions(&service);
     tracing::info!(addr = %address, tls = tls.is_some(), "listening");
     connections.log(&config, descriptors);
-    service.metrics.set_connections_max(|door| connections.max(door));
+    service.metrics.set_connections_max(|api| connections.max(api));
 
     if let (Some(cluster), Some(member)) = (config.replicated(), service.engine.replicated()) {
-        member.set_doors(cluster::doors(&config, &cluster, http_address, grpc_address));
+        member.set_addresses(cluster::advertised_addresses(
+            &config,
+            &cluster,
+            http_address,
+            grpc_address,
+        ));
     }
     service.engine.start()?;
-    let caps = |door, per_address| ApiConnections::new(&service, &connections, door, per_address);
+    let caps = |api, per_address| ApiConnections::new(&service, &connections, api, per_address);
     let http = http_socket.map(|socket| {
         let app = Arc::new(App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let connections = caps(Door::Http, config.http_max_connections_per_ip);
+        let connections = caps(Api::Http, config.http_max_connections_per_ip);
         let listener = http::listen(&app, socket, connections, tls.as_ref());
         Http { app, listener }
     });
@@ -124,7 +129,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     let grpc = grpc_socket.map(|socket| {
         let app = Arc::new(grpc::App::new(&config, &service));
         tokio::spawn(Arc::clone(&app).sweep());
-        let connections = caps(Door::Grpc, config.http_max_connections_per_ip);
+        let connections = caps(Api::Grpc, config.http_max_connections_per_ip);
         let listener = grpc::listen(&app, socket, connections, tls.as_ref(), &config)?;
         anyhow::Ok(Grpc { app, listener })
     });
@@ -132,7 +137,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
     if let Some(address) = grpc_address {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
-    let connections = caps(Door::Line, config.max_connections_per_ip);
+    let connections = caps(Api::Line, config.max_connections_per_ip);
     let peers = Peers::start(&service, tls, connections, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());

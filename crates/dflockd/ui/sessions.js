@@ -9,9 +9,9 @@ import {
 import { endSession } from "./dialogs.js";
 
 const PAGE = 200;
-const DOORS = { line: "line protocol", http: "HTTP", grpc: "gRPC" };
-// Without a door its client speaks to another member, or to nobody now.
-const door = (session) => DOORS[session.door] ?? "elsewhere";
+const APIS = { line: "line protocol", http: "HTTP", grpc: "gRPC" };
+// Without an API its client speaks to another member, or to nobody now.
+const apiName = (session) => APIS[session.door] ?? "elsewhere";
 
 export function sessions(root, _route, { signal }) {
 	let loaded = [];
@@ -20,7 +20,7 @@ export function sessions(root, _route, { signal }) {
 	const busy = el("input", { type: "checkbox" });
 	const found = el("p.sub", { role: "status" });
 	const list = table("Sessions", [
-		whoColumn("Client", "keys", (session) => ({ session: session.id, client: session.client, note: door(session) })),
+		whoColumn("Client", "keys", (session) => ({ session: session.id, client: session.client, note: apiName(session) })),
 		textColumn("Holds", "num", (session) => figure(session.holds)),
 		textColumn("Waits", "num", (session) => figure(session.waits)),
 		textColumn("Subscriptions", "num", (session) => figure(session.subscriptions)),
@@ -94,7 +94,7 @@ export function session(root, route, { signal, toast }) {
 		if (mine) {
 			known = mine;
 			title.replaceChildren(...name(called(mine)));
-			say(about, `Session ${id} (${door(mine)}): ${many(mine.holds, "hold")}, ${many(mine.waits, "wait")}, ` +
+			say(about, `Session ${id} (${apiName(mine)}): ${many(mine.holds, "hold")}, ${many(mine.waits, "wait")}, ` +
 				`${many(mine.subscriptions, "subscription")}.`);
 		} else say(about, "There is no such session now; it has ended.");
 		end.hidden = !mine;

@@ -14,7 +14,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Where, and how many.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// The HTTP door of a server.
+    /// The HTTP API of a server.
     #[arg(long, value_parser = resolve)]
     server: SocketAddr,
     /// How many connections.

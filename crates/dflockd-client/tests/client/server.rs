@@ -35,7 +35,7 @@ impl Process {
 
     /// With a gRPC port, too.
     pub(super) fn start_with_grpc(args: &[&str]) -> (Self, SocketAddr) {
-        let (server, grpc) = Server::start_with_door("--grpc-port", args);
+        let (server, grpc) = Server::start_with_api("--grpc-port", args);
         (Self(server), grpc)
     }
 

@@ -36,8 +36,8 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Malformed, Section};
 use super::types::{
-    Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, RaftId, Run,
-    Start,
+    Action, Addresses, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, RaftId,
+    Run, Start,
 };
 use super::version;
 
@@ -87,7 +87,7 @@ struct Registry {
 /// What was added to the registry later.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Added {
-    doors: BTreeMap<RaftId, Doors>,
+    addresses: BTreeMap<RaftId, Addresses>,
     /// The newest version that each member reads, as it said when it last started.
     versions: BTreeMap<RaftId, u32>,
     /// What all of them agreed to use; 0 stands for 1, the first.
@@ -299,7 +299,7 @@ impl Machine {
             // Who votes is kept by Raft.
             MemberChange::Promote { .. } => {}
             MemberChange::Remove { raft_id } => {
-                self.added.doors.remove(&raft_id);
+                self.added.addresses.remove(&raft_id);
                 self.added.versions.remove(&raft_id);
                 if let Some(member) = self.registry.members.remove(&raft_id) {
                     self.registry.retired.insert(member.node);
@@ -359,8 +359,8 @@ impl Machine {
 
     /// Where else members can be reached.
     #[must_use]
-    pub fn doors(&self) -> &BTreeMap<RaftId, Doors> {
-        &self.added.doors
+    pub fn addresses(&self) -> &BTreeMap<RaftId, Addresses> {
+        &self.added.addresses
     }
 
     /// The newest version that each member reads, as far as it has said.
@@ -583,7 +583,7 @@ impl Machine {
             Action::Undo(_)
                 | Action::Close { .. }
                 | Action::Command(Command::Cancel(_))
-                | Action::Doors(_)
+                | Action::Addresses(_)
         );
         if (!is_own || is_dead) && !always {
             events.push(Event::Gone { session, epoch, request });
@@ -617,9 +617,9 @@ impl Machine {
             Action::Kick { session: ended } => self.end(caller, ended, true, events),
             Action::End { session: ended } => self.end(caller, ended, false, events),
             Action::Barrier => reply(caller, Outcome::Done, events),
-            Action::Doors(doors) => {
-                if self.added.doors.get(&raft_id) != Some(&doors) {
-                    self.added.doors.insert(raft_id, doors);
+            Action::Addresses(addresses) => {
+                if self.added.addresses.get(&raft_id) != Some(&addresses) {
+                    self.added.addresses.insert(raft_id, addresses);
                     events.push(Event::Members);
                 }
             }

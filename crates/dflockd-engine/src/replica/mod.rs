@@ -1315,7 +1315,7 @@ pub(crate) fn urgency(action: &Action<'_>) -> Urgency {
         Action::Keep { .. } => Urgency::Grows,
         Action::Kick { .. } | Action::End { .. } => Urgency::Keeps,
         Action::Attach { .. } | Action::Barrier => Urgency::Plain,
-        Action::Start(_) | Action::Undo(_) | Action::Close { .. } | Action::Doors(_) => {
+        Action::Start(_) | Action::Undo(_) | Action::Close { .. } | Action::Addresses(_) => {
             Urgency::Follows
         }
     }

@@ -107,7 +107,7 @@ pub enum Action<'a> {
     /// Nothing; answered when everything before it is applied.
     Barrier,
     /// Where else clients find the node.
-    Doors(Doors),
+    Addresses(Addresses),
 }
 
 /// What a node tells about itself when it starts.
@@ -125,7 +125,7 @@ pub struct Start {
 
 /// Where a node can be reached besides its ports for peers and for the line protocol; empty where it can not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Doors {
+pub struct Addresses {
     /// HTTP.
     pub http: String,
     /// gRPC.

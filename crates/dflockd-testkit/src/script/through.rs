@@ -1,10 +1,10 @@
-//! The scripts of the line protocol (`tests/scripts`), played through another door: the same answers, in memory mode
+//! The scripts of the line protocol (`tests/scripts`), played through another API: the same answers, in memory mode
 //! and on a durable node.
 //!
-//! A section is left out if it is about what the door does not have: bytes that are no whole requests, commands that
-//! nothing there stands for (`is_of_lines`, [`Door::has`]), flags that mean nothing there (`SOCKETS`,
+//! A section is left out if it is about what the API does not have: bytes that are no whole requests, commands that
+//! nothing there stands for (`is_of_lines`, [`Api::has`]), flags that mean nothing there (`SOCKETS`,
 //! `OTHERWISE`), how sockets end, and signals to the process. What else differs is in `NOT_THE_SAME` and
-//! [`Door::NOT_THE_SAME`], and behind a log in [`NOT_REPLICATED`]. A line that is no request has nothing that stands
+//! [`Api::NOT_THE_SAME`], and behind a log in [`NOT_REPLICATED`]. A line that is no request has nothing that stands
 //! for it and is answered by the player.
 
 use std::time::{Duration, Instant};
@@ -78,8 +78,8 @@ fn is_of_lines(op: Op) -> bool {
     )
 }
 
-/// A server that is talked to in another way than by lines. Connections are what the door has in their place.
-pub trait Door: Sized {
+/// A server that is talked to in another way than by lines. Connections are what the API has in their place.
+pub trait Api: Sized {
     /// What else rightly differs.
     const NOT_THE_SAME: &'static [Difference];
     /// How many sections there are to play; a filter that leaves out too much is a mistake.
@@ -175,21 +175,21 @@ fn requests(bytes: &[u8], mut each: impl FnMut(&Frame<'_>, &[u8])) -> Option<()>
 
 /// A server as scripts see it.
 struct Guest<D> {
-    door: D,
+    api: D,
     started: Instant,
     /// What the script let pass.
     passed: Duration,
 }
 
-impl<D: Door> Server for Guest<D> {
+impl<D: Api> Server for Guest<D> {
     fn open(&mut self, conn: &str) {
-        self.door.open(conn);
+        self.api.open(conn);
     }
 
     fn send(&mut self, conn: &str, bytes: &[u8]) {
         let mut all = Vec::new();
         requests(bytes, |_, request| all.push(request.to_vec())).expect("whole requests");
-        self.door.send(conn, all);
+        self.api.send(conn, all);
     }
 
     fn half_close(&mut self, _: &str) {
@@ -197,7 +197,7 @@ impl<D: Door> Server for Guest<D> {
     }
 
     fn close(&mut self, conn: &str) {
-        self.door.close(conn);
+        self.api.close(conn);
     }
 
     fn reset(&mut self, _: &str) {
@@ -211,7 +211,7 @@ impl<D: Door> Server for Guest<D> {
     fn receive(&mut self, conn: &str) -> Received {
         let begun = Instant::now();
         loop {
-            if let Some(line) = self.door.line(conn) {
+            if let Some(line) = self.api.line(conn) {
                 return Received::Line(line);
             }
             if begun.elapsed() > PATIENCE {
@@ -222,8 +222,8 @@ impl<D: Door> Server for Guest<D> {
     }
 
     fn receive_now(&mut self, conn: &str) -> Received {
-        self.door.settle();
-        self.door.line(conn).map_or(Received::Nothing, Received::Line)
+        self.api.settle();
+        self.api.line(conn).map_or(Received::Nothing, Received::Line)
     }
 
     fn pass(&mut self, time: Duration) {
@@ -243,7 +243,7 @@ impl<D: Door> Server for Guest<D> {
     fn check(&mut self) {}
 
     fn log(&self) -> Vec<String> {
-        self.door.log()
+        self.api.log()
     }
 }
 
@@ -272,33 +272,33 @@ impl Drop for Turn {
     }
 }
 
-/// A test of each script in each mode through this door, and of what is left out.
+/// A test of each script in each mode through this API, and of what is left out.
 #[macro_export]
 macro_rules! play_through {
-    ($door:ident, $($name:ident)*) => {
+    ($api:ident, $($name:ident)*) => {
         mod memory {
             $(#[test]
             fn $name() {
-                $crate::script::through::play::<super::$door>(stringify!($name), false);
+                $crate::script::through::play::<super::$api>(stringify!($name), false);
             })*
         }
 
         mod durable {
             $(#[test]
             fn $name() {
-                $crate::script::through::play::<super::$door>(stringify!($name), true);
+                $crate::script::through::play::<super::$api>(stringify!($name), true);
             })*
         }
 
         #[test]
         fn most_sections_are_played() {
-            $crate::script::through::check_played::<$door>();
+            $crate::script::through::check_played::<$api>();
         }
     };
 }
 
-/// Plays all sections of a script that the door can play.
-pub fn play<D: Door>(name: &str, durable: bool) {
+/// Plays all sections of a script that the API can play.
+pub fn play<D: Api>(name: &str, durable: bool) {
     let (file, sections) = sections(name);
     let played = |section: &&Section| is_played::<D>(name, section, durable);
     let sections: Vec<_> = sections.iter().filter(played).collect();
@@ -308,16 +308,16 @@ pub fn play<D: Door>(name: &str, durable: bool) {
 }
 
 /// Plays a section, again if it failed while the machine lagged behind: leases that ended too soon prove nothing then.
-fn play_section<D: Door>(section: &Section, file: &str, durable: bool) -> Result<(), String> {
+fn play_section<D: Api>(section: &Section, file: &str, durable: bool) -> Result<(), String> {
     let _turn = Turn::take();
     let mut tries = 0;
     loop {
         let begun = Instant::now();
-        let door = D::start(&section.flags, durable)
+        let api = D::start(&section.flags, durable)
             .map_err(|error| format!("{file} ({}): {error}", section.title))?;
         // What begins with the server, `--startup-grant-delay`, is there in memory mode only.
         let started = if durable { Instant::now() } else { begun };
-        let mut guest = Guest { door, started, passed: Duration::ZERO };
+        let mut guest = Guest { api, started, passed: Duration::ZERO };
         let outcome = Player::new(&mut guest).play(section, file);
         tries += 1;
         if outcome.is_ok() || !guest.is_late() || tries == TRIES {
@@ -327,7 +327,7 @@ fn play_section<D: Door>(section: &Section, file: &str, durable: bool) -> Result
 }
 
 /// Fails if too much is left out.
-pub fn check_played<D: Door>() {
+pub fn check_played<D: Api>() {
     check_differences(NOT_THE_SAME);
     check_differences(D::NOT_THE_SAME);
     for durable in [false, true] {
@@ -340,8 +340,8 @@ pub fn check_played<D: Door>() {
     }
 }
 
-/// Whether a section is about something that the door has.
-fn is_played<D: Door>(name: &str, section: &Section, durable: bool) -> bool {
+/// Whether a section is about something that the API has.
+fn is_played<D: Api>(name: &str, section: &Section, durable: bool) -> bool {
     let has = |flag: &str| section.flags.iter().any(|given| given.starts_with(flag));
     let is_otherwise = SOCKETS.iter().chain(OTHERWISE).any(|flag| has(flag))
         || differs(NOT_THE_SAME, name, section)
@@ -369,7 +369,7 @@ fn is_played<D: Door>(name: &str, section: &Section, durable: bool) -> bool {
 }
 
 /// Whether these are whole requests, each with something that stands for it.
-fn has_all<D: Door>(bytes: &[u8]) -> bool {
+fn has_all<D: Api>(bytes: &[u8]) -> bool {
     let mut all = true;
     let whole = requests(bytes, |frame, _| {
         all &= Op::parse(frame.command).is_none_or(|op| !is_of_lines(op) && D::has(op, frame));

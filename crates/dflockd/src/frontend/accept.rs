@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -24,7 +24,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The connections of one API.
 pub(crate) struct ApiConnections {
     service: Arc<Service>,
-    door: Door,
+    api: Api,
     caps: Arc<Caps>,
 }
 
@@ -33,20 +33,20 @@ impl ApiConnections {
     pub(crate) fn new(
         service: &Arc<Service>,
         connections: &Arc<Connections>,
-        door: Door,
+        api: Api,
         per_address_max: u64,
     ) -> Self {
         let (service, counted) = (Arc::clone(service), Arc::clone(service));
-        let gauge = move |count| match door {
-            Door::Line => {
+        let gauge = move |count| match api {
+            Api::Line => {
                 let count = usize::try_from(count).unwrap_or(usize::MAX);
                 counted.connections.store(count, Ordering::Relaxed);
             }
-            Door::Http | Door::Grpc => counted.metrics.set_connections(door, count),
+            Api::Http | Api::Grpc => counted.metrics.set_connections(api, count),
         };
-        let total = Total::Connections(Arc::clone(connections), door);
+        let total = Total::Connections(Arc::clone(connections), api);
         let caps = Caps::new(total, per_address_max, gauge);
-        Self { service, door, caps }
+        Self { service, api, caps }
     }
 
     /// Accepts connections until `stop` is ready. Each comes with its permit, to be dropped after its socket: the next
@@ -84,11 +84,11 @@ impl ApiConnections {
     fn permit(&self, address: SocketAddr) -> Option<Permit> {
         let permit = self.caps.take(address.ip());
         if permit.is_err() {
-            self.service.metrics.connection_refused(self.door);
-            let kind = match self.door {
-                Door::Line => "connection cap reached",
-                Door::Http => "HTTP connection cap reached",
-                Door::Grpc => "gRPC connection cap reached",
+            self.service.metrics.connection_refused(self.api);
+            let kind = match self.api {
+                Api::Line => "connection cap reached",
+                Api::Http => "HTTP connection cap reached",
+                Api::Grpc => "gRPC connection cap reached",
             };
             if let Some(suppressed) = self.service.log_budget.admit(address.ip(), kind) {
                 tracing::warn!(peer = %address, suppressed, "{kind}");

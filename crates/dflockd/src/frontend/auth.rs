@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderValue};
-use dflockd_engine::{AddressKey, Door};
+use dflockd_engine::{AddressKey, Api};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -321,7 +321,7 @@ impl Service {
     pub(crate) fn admit(
         &self,
         kind: TokenKind,
-        door: Door,
+        api: Api,
         origin: &Origin,
         presented: Option<&[u8]>,
     ) -> Result<Pass, Denied> {
@@ -339,7 +339,7 @@ impl Service {
             if let Some(suppressed) = self.log_budget.admit(peer, what) {
                 tracing::warn!(%peer, token, suppressed, "{what}");
             }
-            self.metrics.auth_failed(door, kind, denied);
+            self.metrics.auth_failed(api, kind, denied);
         }
         admitted
     }
@@ -347,33 +347,33 @@ impl Service {
     /// The same with the headers of a request.
     pub(crate) fn admit_bearer(
         &self,
-        door: Door,
+        api: Api,
         origin: &Origin,
         headers: &HeaderMap,
     ) -> Result<Pass, Denied> {
-        self.admit(TokenKind::Client, door, origin, bearer(headers))
+        self.admit(TokenKind::Client, api, origin, bearer(headers))
     }
 
     /// Whether somebody who presents this token may do what operators do.
     pub(crate) fn admit_operator(
         &self,
-        door: Door,
+        api: Api,
         origin: &Origin,
         presented: Option<&[u8]>,
     ) -> Result<Pass, Denied> {
-        let pass = self.admit(TokenKind::Admin, door, origin, presented)?;
+        let pass = self.admit(TokenKind::Admin, api, origin, presented)?;
         if logging::audit_has_room() { Ok(pass) } else { Err(Denied::Unaudited) }
     }
 
     /// Whether a request with these headers may do what operators do. The answer to a wrong token comes after a pause.
     pub(crate) async fn admit_admin(
         &self,
-        door: Door,
+        api: Api,
         origin: &Origin,
         headers: &HeaderMap,
     ) -> Result<Pass, Denied> {
         let presented = headers.get("x-dflockd-admin").map(HeaderValue::as_bytes);
-        let admitted = self.admit_operator(door, origin, presented);
+        let admitted = self.admit_operator(api, origin, presented);
         if admitted == Err(Denied::Wrong) {
             tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         }
@@ -384,15 +384,15 @@ impl Service {
 /// The token that a request over HTTP or gRPC came with, if any.
 pub(crate) struct Revocable {
     service: Arc<Service>,
-    door: Door,
+    api: Api,
     pass: Pass,
     /// Ready when the token is no longer valid; made when the request has to wait.
     revoked: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl Revocable {
-    pub(crate) fn new(service: &Arc<Service>, door: Door, pass: Pass) -> Self {
-        Self { service: Arc::clone(service), door, pass, revoked: None }
+    pub(crate) fn new(service: &Arc<Service>, api: Api, pass: Pass) -> Self {
+        Self { service: Arc::clone(service), api, pass, revoked: None }
     }
 
     /// Whether the token is no longer valid now. Then the request is counted as revoked.
@@ -400,7 +400,7 @@ impl Revocable {
         let is_gone =
             self.pass != Pass::OPEN && !self.service.auth.is_valid(TokenKind::Client, self.pass);
         if is_gone {
-            self.service.metrics.revoked(self.door);
+            self.service.metrics.revoked(self.api);
         }
         is_gone
     }
@@ -418,7 +418,7 @@ impl Revocable {
         });
         let is_revoked = revoked.as_mut().poll(cx).is_ready();
         if is_revoked {
-            self.service.metrics.revoked(self.door);
+            self.service.metrics.revoked(self.api);
             self.pass = Pass::OPEN;
         }
         is_revoked

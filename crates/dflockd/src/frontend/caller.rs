@@ -1,4 +1,4 @@
-//! A session for doors that are no conversation of lines (HTTP, gRPC): each request is a future.
+//! A session for APIs that are no conversation of lines (HTTP, gRPC): each request is a future.
 //!
 //! A request whose future is dropped before it is answered is withdrawn, and what it was granted meanwhile is given
 //! back. So is what the answer gave if whoever was to tell it drops it: see [`Answer`].
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use arc_swap::ArcSwap;
 use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
 use dflockd_engine::{
-    Attaching, Attachment, Door, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
+    Api, Attaching, Attachment, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
 };
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
@@ -40,19 +40,19 @@ pub(crate) struct Caller {
 
 impl Caller {
     /// A new session.
-    pub(crate) fn open(service: &Arc<Service>, door: Door, label: Arc<str>) -> Self {
+    pub(crate) fn open(service: &Arc<Service>, api: Api, label: Arc<str>) -> Self {
         let push_bytes = Arc::new(PushBytes::new(service.pending_bytes_max));
-        Self::open_with(service, door, label, push_bytes)
+        Self::open_with(service, api, label, push_bytes)
     }
 
     /// A new session whose pushes are counted together with those of others.
     pub(crate) fn open_with(
         service: &Arc<Service>,
-        door: Door,
+        api: Api,
         label: Arc<str>,
         push_bytes: Arc<PushBytes>,
     ) -> Self {
-        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), door, push_bytes));
+        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), api, push_bytes));
         let sink: Arc<dyn Sink> = Arc::<Desk>::clone(&desk);
         let me = service.engine.open(sink, label);
         Self {
@@ -67,11 +67,11 @@ impl Caller {
     /// The session with this secret, wherever it was until now; none if there is no such session.
     pub(crate) async fn attach(
         service: &Arc<Service>,
-        door: Door,
+        api: Api,
         label: Arc<str>,
         secret: SessionSecret,
     ) -> Option<Self> {
-        let mut caller = Self::open(service, door, label);
+        let mut caller = Self::open(service, api, label);
         let id = caller.next_request();
         let mut pending = caller.expect(id, false, b"");
         let mut pokes = Pokes::new();
@@ -341,17 +341,17 @@ impl Drop for Caller {
 /// The session of requests that have none. A new one takes its place when it is gone.
 pub(crate) struct Common {
     service: Arc<Service>,
-    door: Door,
+    api: Api,
     label: Arc<str>,
     caller: ArcSwap<Caller>,
 }
 
 impl Common {
-    pub(crate) fn new(service: &Arc<Service>, door: Door, label: &str) -> Self {
+    pub(crate) fn new(service: &Arc<Service>, api: Api, label: &str) -> Self {
         let label: Arc<str> = label.into();
-        let caller = Caller::open(service, door, Arc::clone(&label));
+        let caller = Caller::open(service, api, Arc::clone(&label));
         let caller = ArcSwap::from_pointee(caller);
-        Self { service: Arc::clone(service), door, label, caller }
+        Self { service: Arc::clone(service), api, label, caller }
     }
 
     pub(crate) fn get(&self) -> Arc<Caller> {
@@ -359,7 +359,7 @@ impl Common {
         if !caller.is_gone() && caller.has_home() {
             return caller;
         }
-        let fresh = Caller::open(&self.service, self.door, Arc::clone(&self.label));
+        let fresh = Caller::open(&self.service, self.api, Arc::clone(&self.label));
         let fresh = Arc::new(fresh);
         self.caller.store(Arc::clone(&fresh));
         fresh
@@ -523,7 +523,7 @@ fn run_in_turn(mut pokes: Pokes) {
 /// Where the engine leaves what a session must hear.
 struct Desk {
     engine: Arc<Engine>,
-    door: Door,
+    api: Api,
     state: Mutex<State>,
     /// What the pushes that wait have in bytes, here and perhaps elsewhere.
     push_bytes: Arc<PushBytes>,
@@ -586,9 +586,9 @@ impl State {
 }
 
 impl Desk {
-    fn new(engine: Arc<Engine>, door: Door, push_bytes: Arc<PushBytes>) -> Self {
+    fn new(engine: Arc<Engine>, api: Api, push_bytes: Arc<PushBytes>) -> Self {
         let (pushed, gone) = (Notify::new(), Notify::new());
-        Self { engine, door, state: Mutex::default(), push_bytes, pushed, gone }
+        Self { engine, api, state: Mutex::default(), push_bytes, pushed, gone }
     }
 
     /// Where what an answer gave is taken back, if that can be told without knowing what was asked.
@@ -661,8 +661,8 @@ impl Sink for Desk {
         self.hand_over();
     }
 
-    fn door(&self) -> Door {
-        self.door
+    fn api(&self) -> Api {
+        self.api
     }
 
     fn poke(&self) {
@@ -737,9 +737,9 @@ mod tests {
 
     /// A session that holds the lock, and one with many calls that wait for it.
     async fn scene(service: &Arc<Service>) -> (Caller, Arc<Caller>) {
-        let holder = Caller::open(service, Door::Http, "holder".into());
+        let holder = Caller::open(service, Api::Http, "holder".into());
         holder.call(acquire(Span::ZERO)).await.unwrap().told();
-        let victim = Arc::new(Caller::open(service, Door::Http, "victim".into()));
+        let victim = Arc::new(Caller::open(service, Api::Http, "victim".into()));
         for _ in 0..CALLS {
             let victim = Arc::clone(&victim);
             tokio::spawn(async move { victim.call(acquire(Span::from_secs(3600))).await.is_ok() });
@@ -753,7 +753,7 @@ mod tests {
     }
 
     async fn lock_is_free(service: &Arc<Service>) {
-        let other = Caller::open(service, Door::Http, "other".into());
+        let other = Caller::open(service, Api::Http, "other".into());
         let answer = other.call(acquire(Span::from_secs(60))).await.unwrap();
         assert!(answer.gives(), "{:?}", answer.outcome());
     }
@@ -765,8 +765,7 @@ mod tests {
         let service = service();
         let (holder, victim) = scene(&service).await;
         let secret = victim.keep().await.unwrap();
-        let now =
-            Caller::attach(&service, Door::Http, "now".into(), secret.unwrap()).await.unwrap();
+        let now = Caller::attach(&service, Api::Http, "now".into(), secret.unwrap()).await.unwrap();
         // Before any of the calls has noticed: each is granted the lock in turn, and nobody takes it.
         holder.close();
         lock_is_free(&service).await;

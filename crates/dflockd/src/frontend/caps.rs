@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use dflockd_engine::{AddressKey, Door};
+use dflockd_engine::{AddressKey, Api};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -26,7 +26,7 @@ pub(crate) enum Total {
     /// A number; zero is no limit.
     Max(u64),
     /// The API's share of the file descriptors.
-    Connections(Arc<Connections>, Door),
+    Connections(Arc<Connections>, Api),
 }
 
 #[derive(Default)]
@@ -72,8 +72,8 @@ impl Caps {
         if self.per_address_max > 0 && here >= self.per_address_max {
             return Err(Full::Address);
         }
-        if let Total::Connections(connections, door) = &self.total
-            && !connections.enter(*door)
+        if let Total::Connections(connections, api) = &self.total
+            && !connections.enter(*api)
         {
             return Err(Full::Total);
         }
@@ -104,8 +104,8 @@ impl Drop for Permit {
     fn drop(&mut self) {
         let caps = &*self.caps;
         let mut taken = caps.taken.lock();
-        if let Total::Connections(connections, door) = &caps.total {
-            connections.leave(*door);
+        if let Total::Connections(connections, api) = &caps.total {
+            connections.leave(*api);
         }
         if let Some(here) = taken.by_address.get_mut(&self.address) {
             *here -= 1;

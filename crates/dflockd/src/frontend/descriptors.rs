@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::time::Duration;
 
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_engine::replica::disk::is_out_of_descriptors;
 use parking_lot::Mutex;
 
@@ -31,8 +31,8 @@ const STRANGERS_MAX: u64 = 256;
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// All APIs, in the order of [`Door`].
-const DOORS: [Door; 3] = [Door::Line, Door::Http, Door::Grpc];
+/// All APIs, in the order of [`Api`].
+const APIS: [Api; 3] = [Api::Line, Api::Http, Api::Grpc];
 
 /// The descriptors of the process, and what they are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,39 +108,39 @@ impl Connections {
     }
 
     /// Takes a place for a connection, to be given back by [`leave`](Self::leave). False: there is none.
-    pub(crate) fn enter(&self, door: Door) -> bool {
+    pub(crate) fn enter(&self, api: Api) -> bool {
         let mut open = self.open.lock();
-        let Share { kept, max } = self.shares[door as usize];
-        let here = open[door as usize];
+        let Share { kept, max } = self.shares[api as usize];
+        let here = open[api as usize];
         let beyond = open.iter().zip(&self.shares);
         let beyond: u64 = beyond.map(|(open, share)| open.saturating_sub(share.kept)).sum();
         let is_room = here < max && (here < kept || beyond < self.common);
-        open[door as usize] += u64::from(is_room);
+        open[api as usize] += u64::from(is_room);
         is_room
     }
 
     /// A connection is closed.
-    pub(crate) fn leave(&self, door: Door) {
-        self.open.lock()[door as usize] -= 1;
+    pub(crate) fn leave(&self, api: Api) {
+        self.open.lock()[api as usize] -= 1;
     }
 
     /// How many connections an API can have at most.
-    pub(crate) fn max(&self, door: Door) -> u64 {
-        self.shares[door as usize].max
+    pub(crate) fn max(&self, api: Api) -> u64 {
+        self.shares[api as usize].max
     }
 
     /// Says in the log what the limits are, and which settings can not be reached.
     pub(crate) fn log(&self, config: &Config, descriptors: Descriptors) {
         let Descriptors { limit, reserve, .. } = descriptors;
-        let [line, http, grpc] = DOORS.map(|door| self.max(door));
+        let [line, http, grpc] = APIS.map(|api| self.max(api));
         tracing::info!(open_files = limit, reserve, line, http, grpc, "most connections");
         let caps = [
-            ("--max-connections", Door::Line, config.max_connections),
-            ("--http-max-connections", Door::Http, config.http_max_connections),
-            ("--grpc-max-connections", Door::Grpc, config.grpc_max_connections),
+            ("--max-connections", Api::Line, config.max_connections),
+            ("--http-max-connections", Api::Http, config.http_max_connections),
+            ("--grpc-max-connections", Api::Grpc, config.grpc_max_connections),
         ];
-        for (flag, door, cap) in caps {
-            let max = self.max(door);
+        for (flag, api, cap) in caps {
+            let max = self.max(api);
             if max > 0 && cap > max {
                 tracing::warn!(
                     "{flag} {cap} can not be reached: the limit of {limit} open files leaves {max} connections; \
@@ -170,18 +170,18 @@ fn can_open() -> bool {
 mod tests {
     use super::*;
 
-    fn enter_all(connections: &Connections, door: Door) -> u64 {
-        (0..).take_while(|_| connections.enter(door)).count() as u64
+    fn enter_all(connections: &Connections, api: Api) -> u64 {
+        (0..).take_while(|_| connections.enter(api)).count() as u64
     }
 
     /// GUARANTEES 48: all APIs together never have more connections than there are descriptors for, and each has a
     /// share that the others can not take.
     #[test]
     fn no_api_takes_the_share_of_another() {
-        for flooded in DOORS {
+        for flooded in APIS {
             let connections = Connections::shared(120, [Some(0); 3]);
             assert_eq!(enter_all(&connections, flooded), 80);
-            let others: Vec<_> = DOORS.into_iter().filter(|door| *door != flooded).collect();
+            let others: Vec<_> = APIS.into_iter().filter(|api| *api != flooded).collect();
             assert_eq!(enter_all(&connections, others[0]), 20);
             assert_eq!(enter_all(&connections, others[1]), 20);
             connections.leave(flooded);
@@ -193,16 +193,16 @@ mod tests {
     #[test]
     fn caps_are_exact_and_what_they_leave_is_for_the_others() {
         let connections = Connections::shared(120, [Some(5), Some(0), None]);
-        assert_eq!(connections.max(Door::Line), 5);
-        assert_eq!(enter_all(&connections, Door::Line), 5);
-        assert_eq!(enter_all(&connections, Door::Http), 115);
-        assert_eq!(enter_all(&connections, Door::Grpc), 0, "it is off");
+        assert_eq!(connections.max(Api::Line), 5);
+        assert_eq!(enter_all(&connections, Api::Line), 5);
+        assert_eq!(enter_all(&connections, Api::Http), 115);
+        assert_eq!(enter_all(&connections, Api::Grpc), 0, "it is off");
         let alone = Connections::shared(120, [Some(0), None, None]);
-        assert_eq!(enter_all(&alone, Door::Line), 120);
+        assert_eq!(enter_all(&alone, Api::Line), 120);
         let wishful = Connections::shared(120, [Some(1000), Some(0), None]);
-        assert_eq!((wishful.max(Door::Line), wishful.max(Door::Http)), (90, 90));
+        assert_eq!((wishful.max(Api::Line), wishful.max(Api::Http)), (90, 90));
         let unlimited = Connections::shared(u64::MAX, [Some(0); 3]);
-        assert!(DOORS.iter().all(|&door| unlimited.enter(door)));
+        assert!(APIS.iter().all(|&api| unlimited.enter(api)));
     }
 
     #[test]

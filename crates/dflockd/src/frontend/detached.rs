@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dflockd_core::SessionId;
-use dflockd_engine::{Attachment, Door, Pokes};
+use dflockd_engine::{Api, Attachment, Pokes};
 use parking_lot::Mutex;
 
 use crate::frontend::auth::{Pass, TokenKind};
@@ -75,7 +75,7 @@ impl Service {
         let Ok(Some(waiting)) = waiting else {
             return tracing::error!("sessions of a dropped token not ended: nobody can say which");
         };
-        let caller = Caller::open(&self, Door::Line, "revocation".into());
+        let caller = Caller::open(&self, Api::Line, "revocation".into());
         for session in waiting {
             let id = session.id();
             let ended = if self.engine.is_replicated() {
@@ -87,7 +87,7 @@ impl Service {
                 true
             };
             if ended {
-                self.metrics.revoked(Door::Line);
+                self.metrics.revoked(Api::Line);
                 tracing::info!(session = id.0, "ended: its token was dropped");
             } else {
                 tracing::error!(session = id.0, "not ended although its token was dropped");

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use dflockd_engine::{Door, SessionSecret};
+use dflockd_engine::{Api, SessionSecret};
 use parking_lot::Mutex;
 
 use crate::frontend::auth::{LatestPass, Peer, TokenKind};
@@ -26,7 +26,7 @@ const FETCHES_MAX: usize = 64;
 /// The sessions that are used here through one API.
 pub(crate) struct SessionStore<T> {
     service: Arc<Service>,
-    door: Door,
+    api: Api,
     /// Whether a session outlives its use here: then it can be fetched from where it was used before.
     keeps: bool,
     caps: Arc<Caps>,
@@ -81,10 +81,10 @@ impl From<Full> for NoSession {
 }
 
 impl<T> SessionStore<T> {
-    pub(crate) fn new(service: &Arc<Service>, door: Door, keeps: bool, caps: Arc<Caps>) -> Self {
+    pub(crate) fn new(service: &Arc<Service>, api: Api, keeps: bool, caps: Arc<Caps>) -> Self {
         Self {
             service: Arc::clone(service),
-            door,
+            api,
             keeps,
             caps,
             started: Instant::now(),
@@ -118,7 +118,7 @@ impl<T> SessionStore<T> {
     ) -> Result<(SessionSecret, Arc<Session<T>>), NoSession> {
         let permit = self.permit(peer.0)?;
         let label = label.map_or_else(|| peer.0.to_string(), str::to_owned);
-        let caller = Caller::open(&self.service, self.door, label.into());
+        let caller = Caller::open(&self.service, self.api, label.into());
         let secret = if !self.keeps {
             SessionSecret(rand::random())
         } else if !caller.has_home() {
@@ -158,7 +158,7 @@ impl<T> SessionStore<T> {
         drop(over);
         let permit = self.permit(peer.0)?;
         let label = peer.0.to_string().into();
-        match Caller::attach(&self.service, self.door, label, secret).await {
+        match Caller::attach(&self.service, self.api, label, secret).await {
             Some(caller) => {
                 let details = details(&caller);
                 Ok(self.enter(secret, caller, permit, peer, silence_max, details))
@@ -263,7 +263,7 @@ impl<T> SessionStore<T> {
             open.extract_if(|_, session| is_gone(session)).collect()
         };
         for (_, session) in revoked {
-            self.service.metrics.revoked(self.door);
+            self.service.metrics.revoked(self.api);
             session.caller.revoke();
             session.permit.lock().take();
         }

@@ -1,4 +1,4 @@
-//! A server with an HTTP door and people around it.
+//! A server with an HTTP API and people around it.
 
 use std::net::SocketAddr;
 
@@ -12,11 +12,11 @@ pub(super) struct Scene {
 
 impl Scene {
     pub(super) fn start(args: &[&str]) -> Self {
-        let (server, http) = Server::start_with_door("--http-port", args);
+        let (server, http) = Server::start_with_api("--http-port", args);
         Self { server, http }
     }
 
-    /// With its HTTP door at a given address.
+    /// With its HTTP API at a given address.
     pub(super) fn start_at(http: SocketAddr, args: &[&str]) -> Result<Self, String> {
         let mut command = dflockd_testkit::command(args);
         command.args(["--http-port", &http.port().to_string()]);

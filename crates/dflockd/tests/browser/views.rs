@@ -322,13 +322,13 @@ fn a_cluster_shows_its_members_and_its_leader() {
     let Some(mut browser) = Browser::start() else { return };
     let flags = ["--election-timeout-ms", "500"];
     let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
-    let door = dflockd_testkit::free_address();
-    let http = ["--http-port".to_owned(), door.port().to_string()];
+    let address = dflockd_testkit::free_address();
+    let http = ["--http-port".to_owned(), address.port().to_string()];
     cluster.nodes[0].flags.extend(http);
     cluster.nodes[0].flags.extend(["--http-host".to_owned(), "127.0.0.1".to_owned()]);
     cluster.start_all();
     let leader = cluster.nodes[cluster.leader()].name.clone();
-    browser.open(&format!("http://{door}/ui/"));
+    browser.open(&format!("http://{address}/ui/"));
     browser.until_text(".panel .facts", &format!("leader {leader}"));
     let rows = browser.texts(".panel:last-child tbody tr");
     assert_eq!(rows.len(), 3, "{rows:?}");

@@ -20,7 +20,7 @@ impl Site {
     fn start() -> Self {
         let flags = [&ADMIN[..], &["--election-timeout-ms", "500"]].concat();
         let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
-        let http = cluster.add_door("--http-port");
+        let http = cluster.add_api("--http-port");
         cluster.start_all();
         Self { cluster, http }
     }

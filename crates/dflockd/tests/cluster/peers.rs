@@ -36,7 +36,7 @@ fn an_injected_request_changes_nothing() {
     let mut addresses = Addresses::free(3);
     let proxy = Proxy::between(&mut addresses);
     let mut cluster = Cluster::prepare_at(Turn::shared(), &addresses, &flags);
-    let http = cluster.add_door("--http-port");
+    let http = cluster.add_api("--http-port");
     cluster.start_all();
     let leader = cluster.leader();
     let [through, victim] = cluster.others(leader)[..] else { panic!("three members") };

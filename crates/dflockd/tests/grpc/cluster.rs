@@ -179,7 +179,7 @@ async fn followers_redirect_if_told_to() {
     let leader = members.cluster.leader();
     let follower = members.link(members.cluster.others(leader)[0]).await;
     let open = dflockd_wire::grpc::OpenRequest::default;
-    // Where its other doors are is announced a moment after it is ready.
+    // Where its other APIs are is announced a moment after it is ready.
     let status = eventually("the leader's address", async || {
         let status = follower.sessions().open(open()).await.unwrap_err();
         (!site::info(&status).leader_grpc.is_empty()).then_some(status)

@@ -1,4 +1,4 @@
-//! The gRPC door of the built binary: every method and every refusal, sessions over reconnects and over members, and
+//! The gRPC API of the built binary: every method and every refusal, sessions over reconnects and over members, and
 //! the same queues as the line protocol's.
 //!
 //! Clients are those that are made from the `.proto` files. `site.rs` starts servers. `transcripts.rs` plays the
@@ -7,10 +7,10 @@
 #![cfg(test)]
 
 mod access;
+mod apis;
 mod audit;
 mod calls;
 mod cluster;
-mod doors;
 mod drain;
 mod limits;
 mod operator;

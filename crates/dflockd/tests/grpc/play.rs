@@ -10,9 +10,7 @@ use std::time::{Duration, Instant};
 
 use dflockd_testkit::cluster::single;
 use dflockd_testkit::script::list::Difference;
-use dflockd_testkit::script::through::{
-    Door, Told, answer_line, granted, push_line, read, renewed,
-};
+use dflockd_testkit::script::through::{Api, Told, answer_line, granted, push_line, read, renewed};
 use dflockd_testkit::{Dir, Server};
 use dflockd_wire::grpc::compare_and_set_request::Expect;
 use dflockd_wire::grpc::subscribe_response::What;
@@ -117,7 +115,7 @@ fn default_lease(flags: &[String]) -> u64 {
     33
 }
 
-impl Door for Played {
+impl Api for Played {
     const NOT_THE_SAME: &'static [Difference] = transcripts::NOT_THE_SAME;
     const PLAYED_MIN: usize = transcripts::PLAYED_MIN;
 
@@ -134,7 +132,7 @@ impl Door for Played {
                 ["--election-timeout-ms", "400", "--failover-grace", "0"].map(str::to_owned),
             );
         }
-        let (server, grpc) = Server::start_with_door("--grpc-port", &all);
+        let (server, grpc) = Server::start_with_api("--grpc-port", &all);
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
         let ttl_ms = default_lease(flags) * 1000;

@@ -1,4 +1,4 @@
-//! Servers with a gRPC door, and clients to use it with.
+//! Servers with a gRPC API, and clients to use it with.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -34,11 +34,11 @@ pub(super) struct Site {
 
 impl Site {
     pub(super) fn start(flags: &[&str]) -> Self {
-        let (server, grpc) = Server::start_with_door("--grpc-port", flags);
+        let (server, grpc) = Server::start_with_api("--grpc-port", flags);
         Self { server, grpc }
     }
 
-    /// The same with an HTTP door.
+    /// The same with an HTTP API.
     pub(super) fn start_with_http(flags: &[&str]) -> (Self, SocketAddr) {
         let http = free_address();
         let port = http.port().to_string();
@@ -51,7 +51,7 @@ impl Site {
     }
 }
 
-/// Members of a cluster, each with a gRPC door.
+/// Members of a cluster, each with a gRPC API.
 pub(super) struct Members {
     pub(super) cluster: Cluster,
     pub(super) grpc: Vec<SocketAddr>,
@@ -62,7 +62,7 @@ impl Members {
         let mut all = vec!["--election-timeout-ms", "500"];
         all.extend_from_slice(flags);
         let mut cluster = Cluster::prepare(Turn::shared(), size, &all);
-        let grpc = cluster.add_door("--grpc-port");
+        let grpc = cluster.add_api("--grpc-port");
         cluster.start_all();
         Self { cluster, grpc }
     }

@@ -11,7 +11,7 @@ use super::site::{Grant, Members, Place, Session, granted};
 
 const ADMIN: &str = "adm1n-token-of-the-tests";
 
-/// The same session at another door.
+/// The same session at another API.
 fn at(session: &Session, place: &Place) -> Session {
     Session { place: place.clone(), id: session.id.clone() }
 }
@@ -114,7 +114,7 @@ fn followers_redirect_if_told_to() {
 }
 
 #[test]
-fn redirects_name_the_http_door_of_the_leader() {
+fn redirects_name_the_http_api_of_the_leader() {
     let redirected = |members: &Members| {
         let here = members.follower();
         eventually("the leader's HTTP address is known", || {
@@ -126,9 +126,9 @@ fn redirects_name_the_http_door_of_the_leader() {
     let members = Members::start(3, &["--follower-mode", "redirect"]);
     assert_eq!(redirected(&members), members.leader().http.to_string());
     drop(members);
-    let door = "locks.example:8443";
-    let flags = ["--follower-mode", "redirect", "--http-advertise-addr", door];
-    assert_eq!(redirected(&Members::start(3, &flags)), door);
+    let address = "locks.example:8443";
+    let flags = ["--follower-mode", "redirect", "--http-advertise-addr", address];
+    assert_eq!(redirected(&Members::start(3, &flags)), address);
 }
 
 /// GUARANTEES 41 as an operator sees it.
@@ -248,8 +248,8 @@ fn a_witness_serves_nobody() {
     let flags = ["--election-timeout-ms", "500"];
     let mut cluster = Cluster::prepare(Turn::shared(), 3, &flags);
     let http = cluster.more_addresses(1)[0];
-    let door = ["--witness".to_owned(), "--http-port".to_owned(), http.port().to_string()];
-    cluster.nodes[2].flags.extend(door);
+    let address = ["--witness".to_owned(), "--http-port".to_owned(), http.port().to_string()];
+    cluster.nodes[2].flags.extend(address);
     for node in &mut cluster.nodes {
         node.start();
     }

@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::site::{Place, Session, Site};
 
-/// Clients of both doors that must not notice anything.
+/// Clients of both APIs that must not notice anything.
 struct Witness {
     line: Client,
     token: String,

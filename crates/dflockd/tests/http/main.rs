@@ -1,4 +1,4 @@
-//! The HTTP door of the built binary: every route and every refusal, sessions, streams, and what hostile clients
+//! The HTTP API of the built binary: every route and every refusal, sessions, streams, and what hostile clients
 //! can do to others.
 //!
 //! Written from the specification, with an HTTP client of its own (`dflockd_testkit::http`) that can also be slow, rude
@@ -9,9 +9,9 @@
 #![cfg(test)]
 
 mod access;
+mod apis;
 mod caps;
 mod cluster;
-mod doors;
 mod drain;
 mod hostile;
 mod http2;

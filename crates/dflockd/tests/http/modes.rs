@@ -1,13 +1,13 @@
 //! Every tour in every mode.
 
 use super::site::{Members, Place, Site};
-use super::{doors, locks, look, sessions, streams, values, vanish, watches};
+use super::{apis, locks, look, sessions, streams, values, vanish, watches};
 
 fn everything(place: &Place) {
     locks::tour(place);
     values::tour(place);
     sessions::tour(place);
-    doors::tour(place);
+    apis::tour(place);
     streams::tour(place);
     watches::tour(place);
     vanish::tour(place);

@@ -11,9 +11,7 @@ use std::time::Duration;
 use dflockd_testkit::http::{Ask, Events, Got, Reply, Wire, escape};
 use dflockd_testkit::script::list::Difference;
 use dflockd_testkit::script::rest::{Activity, Rest};
-use dflockd_testkit::script::through::{
-    Door, Told, answer_line, granted, push_line, read, renewed,
-};
+use dflockd_testkit::script::through::{Api, Told, answer_line, granted, push_line, read, renewed};
 use dflockd_testkit::{eventually, millis};
 use dflockd_wire::{End, ErrorCode, Frame, Mode, Op, Push, Request, Response, Space, TokenText};
 use serde_json::{Value, json};
@@ -60,7 +58,7 @@ enum Deed {
     End(Op, String),
 }
 
-impl Door for Played {
+impl Api for Played {
     const NOT_THE_SAME: &'static [Difference] = transcripts::NOT_THE_SAME;
     const PLAYED_MIN: usize = transcripts::PLAYED_MIN;
 

@@ -1,4 +1,4 @@
-//! Servers with an HTTP door in each mode, and sessions to use it with.
+//! Servers with an HTTP API in each mode, and sessions to use it with.
 
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Deref;
@@ -202,13 +202,13 @@ impl Site {
     }
 
     fn launch(dir: Dir, tls: Option<Arc<ClientConfig>>, args: &[&str]) -> Self {
-        let (server, http) = Server::start_with_door("--http-port", args);
+        let (server, http) = Server::start_with_api("--http-port", args);
         let place = Place { http, line: server.address, tls, bearer: None };
         Self { place, server, _dir: dir }
     }
 }
 
-/// A cluster each of whose members has an HTTP door.
+/// A cluster each of whose members has an HTTP API.
 pub(super) struct Members {
     pub(super) cluster: Cluster,
     pub(super) places: Vec<Place>,
@@ -218,7 +218,7 @@ impl Members {
     pub(super) fn start(size: usize, flags: &[&str]) -> Self {
         // The usual election timeout: these tests are not about elections, and the machine may be busy.
         let mut cluster = Cluster::prepare(Turn::shared(), size, flags);
-        let doors = cluster.add_door("--http-port");
+        let addresses = cluster.add_api("--http-port");
         cluster.start_all();
         let place = |(node, http): (&Node, SocketAddr)| Place {
             http,
@@ -226,7 +226,7 @@ impl Members {
             tls: None,
             bearer: None,
         };
-        let places: Vec<_> = cluster.nodes.iter().zip(doors).map(place).collect();
+        let places: Vec<_> = cluster.nodes.iter().zip(addresses).map(place).collect();
         for place in &places {
             place.wait_until_ready();
         }

@@ -16,7 +16,7 @@ fn publish(place: &Place, channel: &str, payload: &str) -> u64 {
     answer["delivered"].as_u64().unwrap_or_else(|| panic!("{answer}"))
 }
 
-/// GUARANTEES 33 and 34 over both doors.
+/// GUARANTEES 33 and 34 over both APIs.
 pub(super) fn tour(place: &Place) {
     let mut line = place.line();
     let mut exact = place.events("/v1/signals?pattern=tour.a");
@@ -46,7 +46,7 @@ pub(super) fn tour(place: &Place) {
 }
 
 #[test]
-fn a_group_has_members_at_both_doors() {
+fn a_group_has_members_at_both_apis() {
     let site = Site::start(&[]);
     let mut line = site.line();
     line.check("listen", "jobs", "workers", "ok");

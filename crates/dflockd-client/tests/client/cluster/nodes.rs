@@ -34,7 +34,7 @@ impl Nodes {
         let usual = ["--election-timeout-ms", "500", "--shutdown-timeout", "5"];
         let flags = [&usual, flags].concat();
         let mut cluster = Cluster::prepare_at(Turn::free(), &addresses, &flags);
-        let grpc = cluster.add_door("--grpc-port");
+        let grpc = cluster.add_api("--grpc-port");
         let mut nodes = Self { cluster, advertised: addresses.advertised, grpc };
         nodes.start_all();
         nodes

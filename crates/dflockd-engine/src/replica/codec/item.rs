@@ -18,7 +18,7 @@ mod kind {
     pub(super) const KICK: u8 = 5;
     pub(super) const BARRIER: u8 = 6;
     pub(super) const UNDO: u8 = 7;
-    pub(super) const DOORS: u8 = 8;
+    pub(super) const ADDRESSES: u8 = 8;
     pub(super) const END: u8 = 9;
 }
 
@@ -60,9 +60,9 @@ pub fn put_item(out: &mut Vec<u8>, item: &Item<'_>) {
             session.0.put(out);
         }
         Action::Barrier => put_head(out, item, kind::BARRIER),
-        Action::Doors(doors) => {
-            put_head(out, item, kind::DOORS);
-            put_bytes(out, &pack(doors));
+        Action::Addresses(addresses) => {
+            put_head(out, item, kind::ADDRESSES);
+            put_bytes(out, &pack(addresses));
         }
     }
 }
@@ -84,7 +84,7 @@ pub fn take_item<'a>(input: &mut &'a [u8]) -> Result<Item<'a>, Malformed> {
         kind::KICK => Action::Kick { session: SessionId(take(input)?) },
         kind::END => Action::End { session: SessionId(take(input)?) },
         kind::BARRIER => Action::Barrier,
-        kind::DOORS => Action::Doors(unpack(take(input)?)?),
+        kind::ADDRESSES => Action::Addresses(unpack(take(input)?)?),
         kind::UNDO => Action::Undo(take_undo(input)?),
         number => Action::Command(Command::take(number, input)?),
     };

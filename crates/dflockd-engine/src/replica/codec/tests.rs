@@ -24,7 +24,7 @@ use raft::eraftpb::{
 };
 
 use super::super::types::{
-    Action, AutoRelease, Bits128, Doors, Item, Member, MemberChange, Order, Policy, Run, Start,
+    Action, Addresses, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, Run, Start,
 };
 use super::super::version::NEWEST;
 use super::message::ENTRY_HEAD_BYTES;
@@ -74,7 +74,7 @@ fn kind_of(action: &Action<'_>) -> &'static str {
         Action::Kick { .. } => "kick",
         Action::End { .. } => "end",
         Action::Barrier => "barrier",
-        Action::Doors(_) => "doors",
+        Action::Addresses(_) => "doors",
         Action::Undo(_) => "undo",
         Action::Command(command) => match command {
             Command::Acquire(_) => "acquire",
@@ -153,7 +153,7 @@ impl Parts {
             "kick" => Action::Kick { session: SessionId(self.a) },
             "end" => Action::End { session: SessionId(self.a) },
             "barrier" => Action::Barrier,
-            "doors" => Action::Doors(Doors {
+            "doors" => Action::Addresses(Addresses {
                 http: String::from_utf8_lossy(&self.value).into_owned(),
                 grpc: String::new(),
             }),

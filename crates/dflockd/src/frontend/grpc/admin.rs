@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use dflockd_core::{Outcome, Refusal, SessionId};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_wire::grpc::admin_server::Admin;
 use dflockd_wire::grpc::{
     AuditRecord, AuditRequest, EndSessionRequest, EndSessionResponse, ForceReleaseRequest,
@@ -18,17 +18,17 @@ use super::error::Refused;
 use super::gate::TOO_MANY;
 use super::locks::done;
 use super::session_calls::Told;
-use super::{Api, App, Peer, budget, fields, fitting, open};
+use super::{App, Peer, Services, budget, fields, fitting, open};
 use crate::audit::{By, Deed, Record};
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
-use crate::metrics::door_name;
+use crate::metrics::api_name;
 use crate::operate;
 
 /// Records that may wait for their reader; what comes behind them is kept elsewhere.
 const RECORDS_MAX: usize = 64;
 
 #[tonic::async_trait]
-impl Admin for Api {
+impl Admin for Services {
     async fn force_release(
         &self,
         request: Request<ForceReleaseRequest>,
@@ -38,7 +38,7 @@ impl Admin for Api {
         let (key, space) = (fields::key(&request.key)?, fields::space(request.mode)?);
         let hold = (key.to_vec(), space, request.fence);
         let reason = fields::reason(&request.reason)?.to_owned();
-        let by = By::address(Door::Grpc, peer);
+        let by = By::address(Api::Grpc, peer);
         let ended =
             operate::end_hold(self.0.service.clone(), self.0.common(), by, hold, reason).await;
         done(&ended.map_err(|_| Refused::unknown())?)?;
@@ -62,7 +62,7 @@ impl Admin for Api {
             let sessions = infos.into_iter().map(|info| SessionView {
                 number: info.id.0,
                 client: info.label.map(|label| label.as_ref().to_owned()).unwrap_or_default(),
-                door: info.door.map_or("", door_name).to_owned(),
+                door: info.api.map_or("", api_name).to_owned(),
                 holds: info.view.holds as u64,
                 waits: info.view.waits as u64,
                 subscriptions: info.view.subscriptions as u64,
@@ -86,7 +86,7 @@ impl Admin for Api {
         self.0.check_admin(&request).await?;
         let (Peer(peer, _), EndSessionRequest { number, reason }) = open(request)?;
         let reason = fields::reason(&reason)?.to_owned();
-        let by = By::address(Door::Grpc, peer);
+        let by = By::address(Api::Grpc, peer);
         let ended =
             operate::end_session(self.0.service.clone(), self.0.common(), by, number, reason).await;
         let outcome = ended.map_err(|_| Refused::unknown())?;
@@ -115,7 +115,7 @@ impl Admin for Api {
                 () = sender.closed() => return,
                 () = app.drained() => Refused::draining(),
                 () = app.service.auth.revoked(TokenKind::Admin, pass) => {
-                    app.service.metrics.revoked(Door::Grpc);
+                    app.service.metrics.revoked(Api::Grpc);
                     Refused::admin_revoked()
                 }
             };
@@ -182,7 +182,7 @@ impl App {
     pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<Pass, Refused> {
         let origin = request.extensions().get::<Origin>().ok_or_else(Refused::internal)?;
         let headers = request.metadata().as_ref();
-        let admitted = self.service.admit_admin(Door::Grpc, origin, headers).await;
+        let admitted = self.service.admit_admin(Api::Grpc, origin, headers).await;
         admitted.map_err(|denied| match denied {
             Denied::Wrong => {
                 let text = "a valid admin token is required";

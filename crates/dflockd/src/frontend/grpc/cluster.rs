@@ -7,7 +7,7 @@ use dflockd_engine::policy_settings;
 use dflockd_engine::replica::admin::AdminRequest;
 use dflockd_engine::replica::policy::{PolicySetting, PolicyValue};
 use dflockd_engine::replica::types::{AutoRelease as Release, Policy as CorePolicy};
-use dflockd_engine::{Door, View};
+use dflockd_engine::{Api, View};
 use dflockd_wire::grpc::cluster_server::Cluster;
 use dflockd_wire::grpc::{
     AddRequest, AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest,
@@ -21,7 +21,7 @@ use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
 use super::session_calls::Told;
-use super::{Api, App, Peer, fields, open};
+use super::{App, Peer, Services, fields, open};
 use crate::audit::{By, whole};
 use crate::operate::{self, Done, Settings, Wish};
 
@@ -31,7 +31,7 @@ const LOOK: Duration = Duration::from_millis(100);
 const REPORTS_MAX: usize = 4;
 
 #[tonic::async_trait]
-impl Cluster for Api {
+impl Cluster for Services {
     async fn members(
         &self,
         _: Request<MembersRequest>,
@@ -51,8 +51,16 @@ impl Cluster for Api {
             .into(),
             leader: leader == Some(*id),
             self_: view.raft_id == *id,
-            http_addr: view.doors.get(id).map(|doors| doors.http.clone()).unwrap_or_default(),
-            grpc_addr: view.doors.get(id).map(|doors| doors.grpc.clone()).unwrap_or_default(),
+            http_addr: view
+                .addresses
+                .get(id)
+                .map(|addresses| addresses.http.clone())
+                .unwrap_or_default(),
+            grpc_addr: view
+                .addresses
+                .get(id)
+                .map(|addresses| addresses.grpc.clone())
+                .unwrap_or_default(),
         });
         Ok(Response::new(MembersResponse { members: members.collect() }))
     }
@@ -226,7 +234,7 @@ impl App {
         self.cluster()?;
         let (service, reason) = (Arc::clone(&self.service), reason.to_owned());
         let done = whole(async move {
-            let by = By::address(Door::Grpc, peer);
+            let by = By::address(Api::Grpc, peer);
             operate::perform(&service, &by, wish, &reason).await
         });
         done.await.ok_or_else(Refused::internal)?.map_err(by_cluster)

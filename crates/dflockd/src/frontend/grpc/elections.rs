@@ -10,7 +10,7 @@ use dflockd_core::{
     Command, Expect, Fence, KeyView, LeaderEvent, LockView, Mode, Outcome, Push, Query, Space,
     Subscription, command,
 };
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_wire::grpc::elections_server::Elections;
 use dflockd_wire::grpc::{
     CampaignRequest, CampaignResponse, Leader, LeaderEvent as Told, ObserveRequest,
@@ -26,7 +26,7 @@ use super::locks::{done, granted, renewed};
 use super::session_calls::Told as Stream;
 use super::sessions::Headed;
 use super::views::Names;
-use super::{Api, App, Peer, budget, fields, open};
+use super::{App, Peer, Services, budget, fields, open};
 use crate::frontend::caller::Caller;
 use crate::frontend::feed::Follower;
 
@@ -46,7 +46,7 @@ impl Headed for ProclaimRequest {
 }
 
 #[tonic::async_trait]
-impl Elections for Api {
+impl Elections for Services {
     async fn campaign(
         &self,
         request: Request<CampaignRequest>,
@@ -111,7 +111,7 @@ impl Elections for Api {
         let app = Arc::clone(&self.0);
         let permit = app.sessions.permit(peer)?;
         let label = format!("observer {peer}");
-        let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
+        let caller = Caller::open_with(&app.service, Api::Grpc, label.into(), pushes);
         let subscription = Subscription::Leaders { key: &key };
         let answer = caller.call(Command::Subscribe(command::Subscribe { to: subscription })).await;
         done(answer.map_err(Refused::from)?.outcome())?;
@@ -158,7 +158,7 @@ async fn observe(
                 },
                 Some(Push::Signal { .. } | Push::Change(_) | Push::Lost { .. }) => continue,
                 None => {
-                    app.service.metrics.slow_reader(Door::Grpc);
+                    app.service.metrics.slow_reader(Api::Grpc);
                     let text = "the stream was read too slowly";
                     return Err(Refused::new(Code::ResourceExhausted, Reason::Lagged, text));
                 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, HeaderValue, Request, Response as HttpResponse};
 use bytes::Bytes;
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use parking_lot::Mutex;
 use prost::Message;
@@ -122,7 +122,7 @@ impl Service<Request<Body>> for Gated {
         };
         let app = Arc::clone(&self.app);
         let call = Call { app, method, begun, code: Code::Cancelled, _in_use: in_use };
-        let pass = Revocable::new(&self.app.service, Door::Grpc, pass);
+        let pass = Revocable::new(&self.app.service, Api::Grpc, pass);
         Passing { step, call: Some(call), drained, pass: Some(pass), budget }
     }
 }
@@ -229,7 +229,7 @@ impl App {
             let text = "too many calls from this address";
             return Err(Turned::Away(Refused::rate_limited(text)));
         }
-        let admitted = self.service.admit_bearer(Door::Grpc, origin, request.headers());
+        let admitted = self.service.admit_bearer(Api::Grpc, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Turned::Away(Refused::rate_limited(TOO_MANY)),
             Denied::Wrong | Denied::Disabled | Denied::Unaudited => {

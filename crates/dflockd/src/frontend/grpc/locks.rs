@@ -22,7 +22,7 @@ use super::error::Refused;
 use super::gate::tell;
 use super::sessions::Told;
 use super::views::{self, Names, millis};
-use super::{Api, budget, fields, fitting, open};
+use super::{Services, budget, fields, fitting, open};
 use crate::service::ANSWER_BYTES_MAX;
 
 /// Holders and waiters that are named per lock in a list.
@@ -31,7 +31,7 @@ const EACH_MAX: usize = 32;
 const EACH_OF_ONE_MAX: usize = 1000;
 
 #[tonic::async_trait]
-impl Locks for Api {
+impl Locks for Services {
     async fn acquire(
         &self,
         request: Request<AcquireRequest>,

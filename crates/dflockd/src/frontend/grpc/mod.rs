@@ -1,4 +1,4 @@
-//! The gRPC interface `dflockd.v1`, over the same engine as the other doors: one queue per key for all of them.
+//! The gRPC interface `dflockd.v1`, over the same engine as the other APIs: one queue per key for all of them.
 //!
 //! `listen` has the sockets, `gate` what every call passes, `sessions` who asks, `fields` what comes in, `error` the
 //! refusals. The services are in the other files; what they promise stands in the `.proto` files of `dflockd-wire`.
@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_core::Span;
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_wire::grpc::{
     self as proto, admin_server::AdminServer, barriers_server::BarriersServer,
     cluster_server::ClusterServer, counters_server::CountersServer,
@@ -84,7 +84,7 @@ pub(crate) struct App {
 
 /// The services.
 #[derive(Clone)]
-pub(crate) struct Api(pub(crate) Arc<App>);
+pub(crate) struct Services(pub(crate) Arc<App>);
 
 impl App {
     pub(crate) fn new(config: &Config, service: &Arc<Service>) -> Self {
@@ -92,7 +92,7 @@ impl App {
             sessions: sessions::store(config, service),
             default_ttl: span(config.default_lease_ttl).clamp(TTL_MIN, TTL_MAX),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
-            common: Common::new(service, Door::Grpc, "grpc"),
+            common: Common::new(service, Api::Grpc, "grpc"),
             service: Arc::clone(service),
         }
     }
@@ -162,7 +162,7 @@ fn fitting(lengths: impl IntoIterator<Item = usize>) -> usize {
 
 /// All services.
 fn routes(app: &Arc<App>) -> Result<Routes, tonic_reflection::server::Error> {
-    let api = Api(Arc::clone(app));
+    let api = Services(Arc::clone(app));
     let (reporter, health) = tonic_health::server::health_reporter();
     tokio::spawn(report_health(Arc::downgrade(app), reporter));
     let reflection = || {

@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::error::Refused;
 use super::sessions::{Session, TTL_MAX, TTL_MIN};
-use super::{Api, App, Peer, fields, open};
+use super::{App, Peer, Services, fields, open};
 
 /// Entries of what a client says about itself.
 const METADATA_MAX: usize = 16;
@@ -30,7 +30,7 @@ const ANSWERS_MAX: usize = 16;
 pub(super) type Told<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl Service for Api {
+impl Service for Services {
     async fn open(&self, request: Request<OpenRequest>) -> Result<Response<OpenResponse>, Status> {
         let (peer, request) = open(request)?;
         let Self(app) = self;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_core::{Command, Outcome, RequestId, SessionId, Span, command};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use tonic::Status;
 
 use super::error::Refused;
@@ -85,7 +85,7 @@ headed! {
 pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Details> {
     let max = Total::Max(config.http_max_sessions);
     let caps = Caps::new(max, config.http_max_sessions_per_ip, |_| ());
-    SessionStore::new(service, Door::Grpc, true, caps)
+    SessionStore::new(service, Api::Grpc, true, caps)
 }
 
 impl From<NoSession> for Refused {

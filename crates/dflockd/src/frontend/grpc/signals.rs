@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use dflockd_core::{Command, Outcome, Push, Subscription as Wanted, command};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_wire::grpc::signals_server::Signals;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::{
@@ -18,7 +18,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::error::Refused;
 use super::locks::done;
 use super::session_calls::Told;
-use super::{Api, App, Peer, budget, fields, open};
+use super::{App, Peer, Services, budget, fields, open};
 use crate::frontend::caller::Caller;
 
 /// What may wait for a reader besides what the session keeps for it.
@@ -27,7 +27,7 @@ const NEWS_MAX: usize = 4;
 type News = mpsc::Sender<Result<SubscribeResponse, Status>>;
 
 #[tonic::async_trait]
-impl Signals for Api {
+impl Signals for Services {
     async fn publish(
         &self,
         request: Request<PublishRequest>,
@@ -58,7 +58,7 @@ impl Signals for Api {
         let first = first.ok_or_else(|| Refused::bad_request("a subscription is required"))?;
         let permit = app.sessions.permit(peer)?;
         let label = format!("signals {peer}");
-        let caller = Caller::open_with(&app.service, Door::Grpc, label.into(), pushes);
+        let caller = Caller::open_with(&app.service, Api::Grpc, label.into(), pushes);
         // Refused before the stream begins, where that is seen at once.
         apply(&caller, &first).await?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
@@ -117,7 +117,7 @@ async fn listen(
 }
 
 fn lagged(app: &App) -> Refused {
-    app.service.metrics.slow_reader(Door::Grpc);
+    app.service.metrics.slow_reader(Api::Grpc);
     let text = "the stream was read too slowly";
     Refused::new(Code::ResourceExhausted, Reason::Lagged, text)
 }

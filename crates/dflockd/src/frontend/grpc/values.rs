@@ -23,7 +23,7 @@ use tonic::{Request, Response, Status};
 use super::error::Refused;
 use super::gate::{hold, tell};
 use super::locks::done;
-use super::{Api, App, budget, fields, open};
+use super::{App, Services, budget, fields, open};
 use crate::service::ANSWER_BYTES_MAX;
 
 impl App {
@@ -36,7 +36,7 @@ impl App {
 }
 
 #[tonic::async_trait]
-impl Counters for Api {
+impl Counters for Services {
     async fn get(
         &self,
         request: Request<GetCounterRequest>,
@@ -84,7 +84,7 @@ impl Counters for Api {
 }
 
 #[tonic::async_trait]
-impl Kv for Api {
+impl Kv for Services {
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<GetResponse>, Status> {
         let budget = budget(&request)?;
         let request = request.into_inner();
@@ -151,7 +151,7 @@ impl Kv for Api {
 }
 
 #[tonic::async_trait]
-impl Lists for Api {
+impl Lists for Services {
     async fn push(&self, request: Request<PushRequest>) -> Result<Response<PushResponse>, Status> {
         let (peer, request) = open(request)?;
         let (key, value) = (fields::key(&request.key)?, fields::value(&request.item)?);
@@ -224,7 +224,7 @@ fn messages(items: Vec<Bytes>) -> Vec<bytes::Bytes> {
 }
 
 #[tonic::async_trait]
-impl Barriers for Api {
+impl Barriers for Services {
     async fn wait(
         &self,
         request: Request<BarrierWaitRequest>,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_core::{Change as CoreChange, Event, Revision, Separators, pattern_matches};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_wire::grpc::watch_server::Watch;
 use dflockd_wire::grpc::{Change, ChangeKind, Reason, WatchRequest, WatchResponse};
 use tokio::sync::mpsc;
@@ -14,7 +14,7 @@ use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
 use super::session_calls::Told;
-use super::{Api, App, Peer, fields, open};
+use super::{App, Peer, Services, fields, open};
 use crate::frontend::feed::{Compacted, Follower};
 
 /// Patterns of one stream.
@@ -35,7 +35,7 @@ struct Filter {
 }
 
 #[tonic::async_trait]
-impl Watch for Api {
+impl Watch for Services {
     type WatchStream = Told<WatchResponse>;
 
     async fn watch(
@@ -94,7 +94,7 @@ async fn tell(
                 Ok(changes) => filter.choose(&changes),
                 Err(Compacted(upto)) if is_new => return Err(compacted(upto)),
                 Err(Compacted(upto)) => {
-                    app.service.metrics.slow_reader(Door::Grpc);
+                    app.service.metrics.slow_reader(Api::Grpc);
                     let text = "the stream was read too slowly";
                     return Err(Refused::missed(
                         Code::ResourceExhausted,

@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
 use dflockd_core::{Outcome, Refusal, SessionId, Space, check};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use dflockd_engine::replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -104,7 +104,7 @@ async fn force_release(
         LockSpace::Lock => Space::Locks,
         LockSpace::Sem => Space::Semaphores,
     };
-    let by = By::address(Door::Http, peer);
+    let by = By::address(Api::Http, peer);
     let hold = (key.0, space, fence);
     let ended =
         operate::end_hold(app.service.clone(), app.common(), by, hold, reason.to_owned()).await;
@@ -138,7 +138,7 @@ async fn end_session(
     if common.id() == SessionId(session) {
         return Err(ApiError::not_found());
     }
-    let by = By::address(Door::Http, peer);
+    let by = By::address(Api::Http, peer);
     let ended =
         operate::end_session(app.service.clone(), common, by, session, reason.to_owned()).await;
     let outcome = ended.map_err(|_| ApiError::refused(Refusal::Forgotten))?;
@@ -211,7 +211,7 @@ async fn add_voter(
         witness: witness.unwrap_or(false),
     };
     let added = whole(async move {
-        operate::add_voter(&app.service, &By::address(Door::Http, peer), add, node).await
+        operate::add_voter(&app.service, &By::address(Api::Http, peer), add, node).await
     });
     let result = added.await.ok_or_else(ApiError::internal)?;
     told(result, node_id, "add_voter_failed")
@@ -245,7 +245,7 @@ async fn remove_voter(
     }
     let removed = node.clone();
     let removal = whole(async move {
-        operate::remove_voter(&app.service, &By::address(Door::Http, peer), removed).await
+        operate::remove_voter(&app.service, &By::address(Api::Http, peer), removed).await
     });
     let result = removal.await.ok_or_else(ApiError::internal)?;
     told(result, node, "remove_voter_failed")

@@ -15,7 +15,7 @@ use axum::http::{HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
-use dflockd_engine::{Door, Leader};
+use dflockd_engine::{Api, Leader};
 use tokio::time::Sleep;
 use tower::{Layer, Service};
 
@@ -119,7 +119,7 @@ impl Service<Request> for Gated {
                 }
             }
         };
-        let pass = Revocable::new(&app.service, Door::Http, pass);
+        let pass = Revocable::new(&app.service, Api::Http, pass);
         let app = Shared::clone(app);
         Passing { step, app, method, template, allowed, begun, trace, pass }
     }
@@ -153,7 +153,7 @@ impl App {
         if kind != Kind::Metrics && !self.service.auth.is_required() {
             origin::check(request, &self.hosts, &self.cors).map_err(Refused::Now)?;
         }
-        let admitted = self.service.admit_bearer(Door::Http, origin, request.headers());
+        let admitted = self.service.admit_bearer(Api::Http, origin, request.headers());
         peer.1 = admitted.map_err(|denied| match denied {
             Denied::TooMany => Refused::Now(ApiError::auth_throttled()),
             Denied::Wrong | Denied::Disabled | Denied::Unaudited => {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use hyper::Request;
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -133,7 +133,7 @@ impl Server {
             None => {
                 if pace.is_stalled() {
                     tracing::warn!(peer = %address, "closed: it takes in nothing of its answers");
-                    self.app.service.metrics.slow_reader(Door::Http);
+                    self.app.service.metrics.slow_reader(Api::Http);
                 }
                 return;
             }

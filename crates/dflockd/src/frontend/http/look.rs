@@ -15,7 +15,7 @@ use dflockd_core::{
     HolderView, KeyKind, KeyView, LockKind, LockPage, LockView, Only, Primitive, SessionId, Tally,
     WaiterView,
 };
-use dflockd_engine::{Door, Engine};
+use dflockd_engine::{Api, Engine};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -491,10 +491,10 @@ async fn list_sessions(
         let sessions = infos.map(|info| SessionLook {
             id: Decimal(info.id.0),
             client: info.label.unwrap_or_else(|| "".into()),
-            door: info.door.map(|door| match door {
-                Door::Line => "line",
-                Door::Http => "http",
-                Door::Grpc => "grpc",
+            door: info.api.map(|api| match api {
+                Api::Line => "line",
+                Api::Http => "http",
+                Api::Grpc => "grpc",
             }),
             holds: info.view.holds,
             waits: info.view.waits,

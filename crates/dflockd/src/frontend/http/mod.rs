@@ -36,7 +36,7 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
 use bytes::Bytes;
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 
 use self::cors::Cors;
 use self::error::ApiError;
@@ -94,7 +94,7 @@ impl App {
             hosts: Hosts::new(config),
             cors: Cors::new(&config.http_cors_allowed_origins),
             rate_limit: RateLimit::new(config.http_rate_limit_per_ip, config.http_rate_limit_burst),
-            common: Common::new(service, Door::Http, "http"),
+            common: Common::new(service, Api::Http, "http"),
             document: OnceLock::new(),
             service: Arc::clone(service),
         }
@@ -185,7 +185,7 @@ impl FromRequestParts<Shared> for Admin {
 
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
         let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
-        let admitted = app.service.admit_admin(Door::Http, origin, &parts.headers).await;
+        let admitted = app.service.admit_admin(Api::Http, origin, &parts.headers).await;
         admitted.map(|_| Self).map_err(|denied| match denied {
             Denied::Wrong => ApiError::admin_unauthorized(),
             Denied::TooMany => ApiError::auth_throttled(),

@@ -11,7 +11,7 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode};
 use dflockd_core::{Command, Outcome, Refusal};
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use tokio::sync::MutexGuard;
 
 use super::error::ApiError;
@@ -58,7 +58,7 @@ pub(super) fn store(config: &Config, service: &Arc<Service>) -> SessionStore<Tur
     let counted = Arc::clone(service);
     let gauge = move |count| counted.metrics.set_http_sessions(count);
     let caps = Caps::new(Total::Max(max), config.http_max_sessions_per_ip, gauge);
-    SessionStore::new(service, Door::Http, keeps, caps)
+    SessionStore::new(service, Api::Http, keeps, caps)
 }
 
 impl From<NoSession> for ApiError {
@@ -156,7 +156,7 @@ impl App {
     pub(crate) fn hidden(&self, peer: Peer, room: &Room, label: &str) -> Result<Hidden, ApiError> {
         let permit = self.sessions.permit(peer.0)?;
         let pushes = Arc::clone(&room.0.pushes);
-        let caller = Caller::open_with(&self.service, Door::Http, label.into(), pushes);
+        let caller = Caller::open_with(&self.service, Api::Http, label.into(), pushes);
         Ok(Hidden { caller, _permit: permit })
     }
 }

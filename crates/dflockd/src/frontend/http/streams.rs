@@ -20,7 +20,7 @@ use axum::response::Response;
 use dflockd_core::{
     Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription, check, command,
 };
-use dflockd_engine::Door;
+use dflockd_engine::Api;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Notify, mpsc};
@@ -389,7 +389,7 @@ async fn feed(
             }
             () = &mut draining => return,
             () = &mut revoked => {
-                app.service.metrics.revoked(Door::Http);
+                app.service.metrics.revoked(Api::Http);
                 let mut why = Vec::new();
                 event(&mut why, "unauthorized", &Unauthorized { error: "unauthorized" });
                 // Who does not read learns it from the end of the stream.
@@ -412,7 +412,7 @@ async fn feed(
     if let Some(suppressed) = app.service.log_budget.admit(Ipv4Addr::UNSPECIFIED.into(), kind) {
         tracing::warn!(suppressed, "{kind}");
     }
-    app.service.metrics.slow_reader(Door::Http);
+    app.service.metrics.slow_reader(Api::Http);
     cut.make();
 }
 

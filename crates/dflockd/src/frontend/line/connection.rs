@@ -20,7 +20,7 @@ use dflockd_core::{
     Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Attachment, Door, Place, Pokes, Submitted};
+use dflockd_engine::{Api, Attachment, Place, Pokes, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 
 use self::greeting::Greeting;
@@ -314,7 +314,7 @@ impl Connection {
         }
         if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
             self.log("closed: it reads its answers and pushes too slowly");
-            self.service.metrics.slow_reader(Door::Line);
+            self.service.metrics.slow_reader(Api::Line);
             // What was put aside stays there: after a line that was dropped nothing more may be told.
             self.phase = Phase::Over;
             return self.arm();
@@ -343,7 +343,7 @@ impl Connection {
         let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= now);
         if due(self.deadlines.write) {
             self.log("closed: it takes in nothing of its answers");
-            self.service.metrics.slow_reader(Door::Line);
+            self.service.metrics.slow_reader(Api::Line);
             self.phase = Phase::Over;
         }
         if let Phase::Closing(at) = self.phase
@@ -354,7 +354,7 @@ impl Connection {
         }
         match self.phase {
             Phase::Stranger if due(self.deadlines.read) => {
-                self.service.metrics.auth_failed(Door::Line, TokenKind::Client, Denied::Wrong);
+                self.service.metrics.auth_failed(Api::Line, TokenKind::Client, Denied::Wrong);
                 self.refuse(None);
             }
             Phase::Ready if due(self.deadlines.read) => {
@@ -432,7 +432,7 @@ impl Connection {
             return;
         }
         self.revoked = Some(self.now + LAST_WORD);
-        self.service.metrics.revoked(Door::Line);
+        self.service.metrics.revoked(Api::Line);
         tracing::info!(peer = %self.peer, conn = self.me.id().0, "closed: its token was dropped");
         self.respond(self.no_number(), &Response::Error(ErrorCode::Auth));
         self.close();
@@ -772,7 +772,7 @@ impl Connection {
             Some((Op::Auth, Ok(Request::Auth { token }))) => Some(token),
             _ => None,
         };
-        let admitted = self.service.admit(TokenKind::Client, Door::Line, &self.origin, presented);
+        let admitted = self.service.admit(TokenKind::Client, Api::Line, &self.origin, presented);
         let Some(pass) = admitted.ok().filter(|_| presented.is_some()) else {
             return self.refuse(None);
         };
@@ -803,7 +803,7 @@ impl Connection {
 
     fn handle_long_line(&mut self) {
         if self.phase == Phase::Stranger {
-            self.service.metrics.auth_failed(Door::Line, TokenKind::Client, Denied::Wrong);
+            self.service.metrics.auth_failed(Api::Line, TokenKind::Client, Denied::Wrong);
             return self.refuse(None);
         }
         self.reject(self.no_number(), ParseError::LINE_TOO_LONG);
@@ -836,7 +836,7 @@ impl Connection {
         | Request::Cluster { token, .. } = *request
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
         {
-            match self.service.admit_operator(Door::Line, &self.origin, Some(token)) {
+            match self.service.admit_operator(Api::Line, &self.origin, Some(token)) {
                 Ok(_) => {}
                 Err(Denied::Unaudited) => {
                     return self.respond(number, &Response::Error(ErrorCode::Error));
@@ -1165,7 +1165,7 @@ impl Connection {
     /// Who does something here.
     fn by(&self) -> By {
         let session = Some(self.me.id().0);
-        By { via: Via::Door(Door::Line), session, peer: Arc::clone(&self.peer) }
+        By { via: Via::Api(Api::Line), session, peer: Arc::clone(&self.peer) }
     }
 
     fn request_id(&mut self, number: Option<u64>) -> RequestId {

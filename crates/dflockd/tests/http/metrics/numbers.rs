@@ -102,7 +102,7 @@ fn every_kind_of_thing_is_counted() {
     // Refused and timed out.
     assert_ne!(a.ask("sl", &key("s"), "0 3 60000"), "ok");
     a.check("l", &key("e"), "0 60000", "timeout");
-    // The same through the other door.
+    // The same through the other API.
     let session = site.session();
     session.lock(&key("http"));
     session.lock(&key("http2"));
@@ -173,8 +173,8 @@ fn clients_that_are_sent_away_are_counted() {
     first.expect_end();
     let page =
         scrape_until(&site, "a free seat", |page| page.get("dflockd_connections", &[]) == 0.0);
-    let failures = |page: &Scrape, door, token| {
-        page.get("dflockd_auth_failures_total", &[("door", door), ("token", token)])
+    let failures = |page: &Scrape, api, token| {
+        page.get("dflockd_auth_failures_total", &[("door", api), ("token", token)])
     };
     assert_eq!(failures(&page, "line", "client"), 1.0);
     let mut first = site.line();

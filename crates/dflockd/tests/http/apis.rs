@@ -1,4 +1,4 @@
-//! The line protocol and HTTP are two doors to one house.
+//! The line protocol and HTTP are two APIs of one server.
 
 use dflockd_testkit::fence;
 use serde_json::json;
@@ -10,25 +10,25 @@ pub(super) fn tour(place: &Place) {
     alternating_waiters(place, 6);
     let mut line = place.line();
     let a = place.session();
-    // What one door gives the other can take back, and the other way round.
-    let token = line.lock("doors", "0 600");
-    a.post("/v1/locks/doors/release", &json!({ "token": token })).empty();
-    let grant = a.lock("doors");
+    // What one API gives the other can take back, and the other way round.
+    let token = line.lock("apis", "0 600");
+    a.post("/v1/locks/apis/release", &json!({ "token": token })).empty();
+    let grant = a.lock("apis");
     assert!(grant.fence > fence(&token));
-    line.check("n", "doors", &format!("{} 600", grant.token), "ok 600");
-    line.check("r", "doors", &grant.token, "ok");
+    line.check("n", "apis", &format!("{} 600", grant.token), "ok 600");
+    line.check("r", "apis", &grant.token, "ok");
     // Values are the same values.
-    line.check("incr", "doors", "5", "ok 5");
-    assert_eq!(place.get("/v1/counters/doors").ok()["value"], 5);
-    place.put("/v1/kv/doors", &json!({ "value": "from http" })).ok();
-    line.check("kget", "doors", "", "ok from http");
-    line.check("kset", "doors", "from a line", "ok");
-    assert_eq!(place.get("/v1/kv/doors").ok()["value"], "from a line");
-    place.post("/v1/lists/doors/push", &json!({ "value": "x", "end": "right" })).ok();
-    line.check("lpop", "doors", "", "ok x");
+    line.check("incr", "apis", "5", "ok 5");
+    assert_eq!(place.get("/v1/counters/apis").ok()["value"], 5);
+    place.put("/v1/kv/apis", &json!({ "value": "from http" })).ok();
+    line.check("kget", "apis", "", "ok from http");
+    line.check("kset", "apis", "from a line", "ok");
+    assert_eq!(place.get("/v1/kv/apis").ok()["value"], "from a line");
+    place.post("/v1/lists/apis/push", &json!({ "value": "x", "end": "right" })).ok();
+    line.check("lpop", "apis", "", "ok x");
     // A barrier of both.
-    let mut waiting = a.begin("/v1/barriers/doors/wait", &json!({ "count": 2, "timeout_s": 60 }));
-    line.check("bwait", "doors", "2 60", "ok");
+    let mut waiting = a.begin("/v1/barriers/apis/wait", &json!({ "count": 2, "timeout_s": 60 }));
+    line.check("bwait", "apis", "2 60", "ok");
     assert_eq!(waiting.reply().ok(), json!({ "status": "ok" }));
     // An election of both.
     line.check("observe", "leader", "", "ok");

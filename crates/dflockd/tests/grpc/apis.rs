@@ -1,4 +1,4 @@
-//! One queue for all doors.
+//! One queue for all APIs.
 
 use dflockd_testkit::eventually::tasks::soon;
 
@@ -6,7 +6,7 @@ use super::site::Site;
 
 /// Promise 5: gRPC and the line protocol take turns in the order they came; fences grow over both.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn first_come_first_served_over_both_doors() {
+async fn first_come_first_served_over_both_apis() {
     let site = Site::start(&[]);
     let link = site.link().await;
     let holder = link.open(0).await;
@@ -44,9 +44,9 @@ async fn first_come_first_served_over_both_doors() {
     }
 }
 
-/// What is set through one door is seen through the other.
+/// What is set through one API is seen through the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn values_are_the_same_over_both_doors() {
+async fn values_are_the_same_over_both_apis() {
     let site = Site::start(&[]);
     let link = site.link().await;
     let mut line = site.server.connect();
