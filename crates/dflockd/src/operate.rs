@@ -12,7 +12,7 @@ use dflockd_core::{Command, Fence, Limits, Outcome, SessionId, Space, Span, chec
 use dflockd_engine::Replicated;
 use dflockd_engine::TIMES_BUCKETS;
 use dflockd_engine::replica::admin::{AdminRequest, POLICY_CHANGED};
-use dflockd_engine::replica::dates::certificate_ends_at;
+use dflockd_engine::replica::certificate_dates::certificate_ends_at;
 use dflockd_engine::replica::offline::write_backup;
 use dflockd_engine::replica::policy::{POLICY_SETTINGS, PolicySetting, PolicyValue};
 use dflockd_engine::replica::types::{AutoRelease, Bits128, Policy};

@@ -12,9 +12,9 @@
 
 mod accept;
 pub mod admin;
+pub mod certificate_dates;
 pub mod codec;
 mod consensus;
-pub mod dates;
 pub mod disk;
 pub mod driver;
 mod lead;

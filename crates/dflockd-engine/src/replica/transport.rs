@@ -16,7 +16,7 @@
 //! connection arrives in order and without gaps.
 //!
 //! Here is what a node sees of it. The queues are in `outbox.rs`, the tasks that dial and send in `dial.rs`, the
-//! listener and what receives in `accept.rs`, what both sides do before the first frame in `fresh.rs`.
+//! listener and what receives in `accept.rs`, what both sides do before the first frame in `establish.rs`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, ErrorKind};
@@ -44,7 +44,7 @@ pub use self::handshake::{Identity, Lane, Version};
 mod accept;
 mod credentials;
 mod dial;
-mod fresh;
+mod establish;
 pub mod handshake;
 mod outbox;
 mod seal;

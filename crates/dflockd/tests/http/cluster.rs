@@ -6,7 +6,7 @@ use dflockd_testkit::http::{Ask, Reply, Wire};
 use dflockd_testkit::{Cluster, Node, Turn, eventually};
 use serde_json::json;
 
-use super::look::force_release;
+use super::inspection::force_release;
 use super::site::{Grant, Members, Place, Session, granted};
 
 const ADMIN: &str = "adm1n-token-of-the-tests";

@@ -15,8 +15,8 @@ mod cluster;
 mod drain;
 mod hostile;
 mod http2;
+mod inspection;
 mod locks;
-mod look;
 /// Metrics and traces: after real traffic over all protocols the numbers are right, the text is valid, nothing secret
 /// is in it, and spans arrive at a collector.
 mod metrics {

@@ -1,7 +1,7 @@
 //! Every tour in every mode.
 
 use super::site::{Members, Place, Site};
-use super::{apis, locks, look, sessions, streams, values, vanish, watches};
+use super::{apis, inspection, locks, sessions, streams, values, vanish, watches};
 
 fn everything(place: &Place) {
     locks::tour(place);
@@ -11,7 +11,7 @@ fn everything(place: &Place) {
     streams::tour(place);
     watches::tour(place);
     vanish::tour(place);
-    look::tour(place);
+    inspection::tour(place);
 }
 
 #[test]

@@ -14,7 +14,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{sleep, timeout};
 
 use super::credentials::{Credentials, Proven, Role};
-use super::fresh::{Duplex, Fresh, NoConnection, no_random, prepare};
+use super::establish::{Duplex, Fresh, NoConnection, no_random, prepare};
 use super::handshake::{self, Acceptor, Fault, Identity, Keys, Lane, Version};
 use super::seal::{BadFrame, Framing, KeyShare};
 use super::{PeerAddress, Shared, State};

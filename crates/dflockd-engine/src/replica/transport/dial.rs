@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::credentials::{Credentials, Proven, Role};
-use super::fresh::{Duplex, Fresh, NoConnection, no_random, prepare};
+use super::establish::{Duplex, Fresh, NoConnection, no_random, prepare};
 use super::handshake::{self, Dialer, Fault, Identity, Keys, Lane, Version};
 use super::outbox::{Batch, Line, Outbox};
 use super::seal::KeyShare;

@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::field::{Field, Visit};
 
 use super::dial::connect;
-use super::fresh::{Fresh, NoConnection};
+use super::establish::{Fresh, NoConnection};
 use super::handshake::{Acceptor, Challenge, Dialer, Hello, Keys, Message, Mode, Welcome, parse};
 use super::outbox::{Batch, COALESCE_BYTES};
 use super::seal::{BadFrame, Framing, KeyShare, TAG_BYTES};

@@ -15,10 +15,12 @@ use utoipa_axum::routes;
 
 use super::answer::{self, Decimal, StatusBody};
 use super::body::{self, Json, Key, Query, reply};
-use super::contract::{AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals};
 use super::error::ApiError;
+use super::inspection::fitting;
 use super::layers::not_leader;
-use super::look::fitting;
+use super::openapi_parts::{
+    AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals,
+};
 use super::{Admin, App, Peer, Shared, fields};
 use crate::audit::{By, Deed, Record, whole};
 use crate::operate::{self, is_address, is_node};

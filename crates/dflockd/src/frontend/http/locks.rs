@@ -10,12 +10,12 @@ use utoipa_axum::routes;
 use super::Shared;
 use super::answer::{self, GrantBody, RenewedBody};
 use super::body::{Json, Key};
-use super::contract::{
+use super::error::ApiError;
+use super::fields;
+use super::openapi_parts::{
     AcquireConflict, EnqueueConflict, InKey, NeedsSession, NotHeld, Referred, Refusals,
     SessionGone, WaitConflict,
 };
-use super::error::ApiError;
-use super::fields;
 use super::sessions::{InSession, Session};
 
 /// Makes the routes of a list: `name: path, tag, verb(mode)`, or the space of the key where a verb needs no mode. All

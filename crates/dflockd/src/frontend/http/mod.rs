@@ -7,15 +7,15 @@
 mod admin;
 mod answer;
 pub(crate) mod body;
-mod contract;
 mod cors;
 mod error;
 pub(crate) mod fields;
+mod inspection;
 mod layers;
 mod listen;
 mod locks;
-mod look;
 mod openapi;
+mod openapi_parts;
 mod origin;
 mod pace;
 mod service_routes;
@@ -117,7 +117,7 @@ pub(crate) fn router(app: Shared) -> Router {
         .merge(locks::routes())
         .merge(values::routes())
         .merge(streams::routes())
-        .merge(look::routes())
+        .merge(inspection::routes())
         .merge(admin::routes())
         .merge(service_routes::routes())
         .split_for_parts();

@@ -10,8 +10,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::body::{Json, no_content, reply, segment};
-use super::contract::NeedsSession;
 use super::error::{ApiError, ErrorBody};
+use super::openapi_parts::NeedsSession;
 use super::sessions::{InSession, session_id};
 use super::{Peer, Shared};
 

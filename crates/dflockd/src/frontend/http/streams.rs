@@ -30,8 +30,8 @@ use utoipa_axum::routes;
 
 use super::answer::{self, Decimal};
 use super::body::{self, Key, Query};
-use super::contract::{InKey, Refusals};
 use super::error::ApiError;
+use super::openapi_parts::{InKey, Refusals};
 use super::sessions::Hidden;
 use super::{Peer, Room, Shared, fields};
 use crate::frontend::auth::{Pass, TokenKind};

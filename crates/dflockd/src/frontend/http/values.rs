@@ -19,11 +19,11 @@ use utoipa_axum::routes;
 
 use super::answer::{self, Decimal, StatusBody};
 use super::body::{self, Json, Key, reply};
-use super::contract::{
+use super::error::ApiError;
+use super::openapi_parts::{
     BarrierConflict, CounterConflict, InKey, ListConflict, MayNeedSession, NeedsSession, Refusals,
     SessionGone,
 };
-use super::error::ApiError;
 use super::sessions::InSession;
 use super::{App, Peer, Room, Shared, fields};
 use crate::frontend::caller::{Answer, Gone};

@@ -23,8 +23,8 @@ use utoipa_axum::routes;
 
 use super::answer::{Decimal, millis};
 use super::body::{Key, Query, json_line, reply};
-use super::contract::{InKey, NoCluster, NotFound, Refusals};
 use super::error::ApiError;
+use super::openapi_parts::{InKey, NoCluster, NotFound, Refusals};
 use super::streams::ChangeBody;
 use super::{Room, Shared, fields};
 use crate::report::{self, json_bytes};

@@ -165,7 +165,7 @@ mod tests {
     use dflockd_core::{REFUSALS, RefusalSpec};
     use utoipa::openapi::path::Operation;
 
-    use super::super::{admin, locks, look, service_routes, session_routes, streams, values};
+    use super::super::{admin, inspection, locks, service_routes, session_routes, streams, values};
 
     const MANUAL: &str = include_str!("../../../../../docs/http.md");
     const ERRORS: &str = include_str!("error.rs");
@@ -178,7 +178,7 @@ mod tests {
             locks::routes(),
             values::routes(),
             streams::routes(),
-            look::routes(),
+            inspection::routes(),
             admin::routes(),
         ];
         let mut routes = BTreeSet::new();
