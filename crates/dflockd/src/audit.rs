@@ -1,4 +1,4 @@
-//! What operators did, by whatever API: a line in the log for each deed, and the last of them in memory.
+//! What operators did, by whatever API: a line in the log for each action, and the last of them in memory.
 //!
 //! The log is what lasts. What is kept here begins with the process and belongs to it: each member of a cluster knows
 //! what was asked of it, and the leader also what was asked of others and came to it to be decided.
@@ -53,9 +53,9 @@ impl Via {
     }
 }
 
-/// What can be done.
+/// What an operator can do that is written down.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Deed {
+pub(crate) enum AuditEvent {
     EndHold {
         key: Vec<u8>,
         fence: u64,
@@ -71,7 +71,7 @@ pub(crate) enum Deed {
     Backup,
 }
 
-/// A deed, written down.
+/// An action of an operator, written down.
 #[derive(Debug)]
 pub(crate) struct Record {
     /// 1 is the first of this process.
@@ -80,7 +80,7 @@ pub(crate) struct Record {
     pub(crate) unix_ms: u64,
     pub(crate) via: Via,
     pub(crate) peer: Arc<str>,
-    pub(crate) deed: Deed,
+    pub(crate) event: AuditEvent,
     pub(crate) reason: String,
     /// None if that was not known yet.
     pub(crate) done: Option<bool>,
@@ -91,9 +91,9 @@ impl Audit {
         Self { kept: Mutex::default(), last: watch::Sender::new(0) }
     }
 
-    /// Writes a deed down.
-    pub(crate) fn note(&self, by: &By, deed: Deed, reason: &str, done: Option<bool>) {
-        log(by, &deed, reason, done);
+    /// Writes an action down.
+    pub(crate) fn note(&self, by: &By, event: AuditEvent, reason: &str, done: Option<bool>) {
+        log(by, &event, reason, done);
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let mut kept = self.kept.lock();
         let number = *self.last.borrow() + 1;
@@ -105,7 +105,7 @@ impl Audit {
             unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX),
             via: by.via,
             peer: Arc::clone(&by.peer),
-            deed,
+            event,
             reason: reason.to_owned(),
             done,
         }));
@@ -136,7 +136,7 @@ impl Audit {
     }
 }
 
-impl Deed {
+impl AuditEvent {
     /// What it is called.
     pub(crate) fn name(&self) -> &'static str {
         match self {
@@ -162,18 +162,18 @@ impl By {
 
 /// Does what is written down when it is done. It goes on if whoever asked does not wait for it: nothing is to happen
 /// that nobody can read about. None if it failed.
-pub(crate) async fn whole<T: Send + 'static>(
-    deed: impl Future<Output = T> + Send + 'static,
+pub(crate) async fn run_detached<T: Send + 'static>(
+    action: impl Future<Output = T> + Send + 'static,
 ) -> Option<T> {
-    tokio::spawn(deed).await.ok()
+    tokio::spawn(action).await.ok()
 }
 
-fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
+fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
     let By { via, session: by, peer } = by;
     // A session of the line protocol says it all.
     let only_peer = by.is_none().then(|| tracing::field::display(peer));
-    match deed {
-        Deed::EndHold { key, fence } => tracing::info!(
+    match event {
+        AuditEvent::EndHold { key, fence } => tracing::info!(
             audit = true,
             by,
             peer = only_peer,
@@ -183,7 +183,7 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
             reason,
             "hold ended by an operator"
         ),
-        Deed::EndSession { session } => tracing::info!(
+        AuditEvent::EndSession { session } => tracing::info!(
             audit = true,
             by,
             peer = only_peer,
@@ -192,10 +192,10 @@ fn log(by: &By, deed: &Deed, reason: &str, done: Option<bool>) {
             reason,
             "session ended by an operator"
         ),
-        Deed::Backup => {
+        AuditEvent::Backup => {
             tracing::info!(audit = true, by, %peer, done, reason, "backup fetched by an operator");
         }
-        Deed::Change { verb, node } => match via {
+        AuditEvent::Change { verb, node } => match via {
             Via::Member => tracing::info!(
                 audit = true,
                 %peer,
@@ -253,7 +253,7 @@ mod tests {
 
     fn note(audit: &Audit, session: u64) {
         let by = By::address(Api::Grpc, "127.0.0.1");
-        audit.note(&by, Deed::EndSession { session }, "because", Some(true));
+        audit.note(&by, AuditEvent::EndSession { session }, "because", Some(true));
     }
 
     fn numbers(audit: &Audit, after: u64, limit: usize) -> Vec<u64> {
@@ -270,7 +270,7 @@ mod tests {
         let all = audit.after(0, usize::MAX);
         assert_eq!((all.len(), all[0].number), (RECORDS_MAX, 6));
         for record in &all {
-            assert_eq!(record.deed, Deed::EndSession { session: record.number });
+            assert_eq!(record.event, AuditEvent::EndSession { session: record.number });
         }
         assert_eq!(numbers(&audit, 0, 2), [6, 7]);
         assert_eq!(numbers(&audit, 8, 2), [9, 10]);

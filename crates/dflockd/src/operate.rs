@@ -1,4 +1,4 @@
-//! What operators do, by whatever API, each deed once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
+//! What operators do, by whatever API, each action once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
 //!
 //! And the command `cluster` of the line protocol, which asks for it in JSON. Every change needs a reason. Any member
 //! takes a request; what concerns the cluster is decided by its leader, what concerns a node by that node. The answer
@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::audit::{By, Deed, whole};
+use crate::audit::{AuditEvent, By, run_detached};
 use crate::frontend::caller::{Caller, Gone};
 use crate::report;
 use crate::service::Service;
@@ -31,13 +31,13 @@ use crate::service::Service;
 pub(crate) const STATUS: &str = "status";
 
 /// How long a change may take: the leader gives up after ten seconds.
-const PATIENCE: Duration = Duration::from_secs(15);
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a snapshot may take.
-const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(600);
 /// How long it is tried to make a change of the policy from the newest one.
-const POLICY_PATIENCE: Duration = Duration::from_secs(5);
+const POLICY_RETRY_MAX: Duration = Duration::from_secs(5);
 /// How long it may take until another policy is seen here.
-const POLICY_LOOK: Duration = Duration::from_millis(20);
+const POLICY_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long a new member may take to catch up before it is left a learner.
 const CATCH_UP: Duration = Duration::from_secs(10);
 /// How often it is looked whether it has.
@@ -51,7 +51,7 @@ const ADDRESS_BYTES_MAX: usize = 262;
 
 /// A change of the cluster or of this member, checked.
 #[derive(Clone, Debug)]
-pub(crate) enum Wish {
+pub(crate) enum AdminAction {
     Ask(AdminRequest),
     SetPolicy(Settings),
 }
@@ -59,7 +59,7 @@ pub(crate) enum Wish {
 /// Settings of the policy and what they are to be.
 pub(crate) type Settings = Vec<(&'static PolicySetting, PolicyValue)>;
 
-/// What came of a wish.
+/// What came of an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Done {
     Changed,
@@ -69,17 +69,17 @@ pub(crate) enum Done {
     },
 }
 
-impl Wish {
+impl AdminAction {
     /// What it is called, and whom it names.
-    fn deed(&self) -> Deed {
+    fn event(&self) -> AuditEvent {
         match self {
-            Self::SetPolicy(_) => Deed::Change { verb: "policy", node: None },
-            Self::Ask(request) => deed_of(request),
+            Self::SetPolicy(_) => AuditEvent::Change { verb: "policy", node: None },
+            Self::Ask(request) => event_of(request),
         }
     }
 }
 
-fn deed_of(request: &AdminRequest) -> Deed {
+fn event_of(request: &AdminRequest) -> AuditEvent {
     let (verb, node) = match request {
         AdminRequest::Add { node, .. } => ("add", Some(node)),
         AdminRequest::Promote { node } => ("promote", Some(node)),
@@ -95,7 +95,7 @@ fn deed_of(request: &AdminRequest) -> Deed {
         AdminRequest::Drain { on: true } => ("drain", None),
         AdminRequest::Drain { on: false } => ("undrain", None),
     };
-    Deed::Change { verb, node: node.cloned() }
+    AuditEvent::Change { verb, node: node.cloned() }
 }
 
 /// Writes down what this member decides as the leader although it was asked of another one. Who asked, and why, the
@@ -105,26 +105,30 @@ pub(crate) fn audit_decisions(service: &Arc<Service>) {
     let service = Arc::downgrade(service);
     member.on_decided(move |node, request, done| {
         if let Some(service) = service.upgrade() {
-            service.audit.note(&By::member(node), deed_of(&request), "", Some(done));
+            service.audit.note(&By::member(node), event_of(&request), "", Some(done));
         }
     });
 }
 
-/// Does what an operator wishes of the cluster or of this member. An error says why not.
+/// Does what an operator asks of the cluster or of this member. An error says why not.
 pub(crate) async fn perform(
     service: &Service,
     by: &By,
-    wish: Wish,
+    action: AdminAction,
     reason: &str,
 ) -> Result<Done, String> {
     let member = joined(service)?;
-    let deed = wish.deed();
-    let result = match wish {
-        Wish::SetPolicy(settings) => change_policy(member, &settings).await.map(|()| Done::Changed),
-        Wish::Ask(AdminRequest::Snapshot) => make_snapshot(member).await,
-        Wish::Ask(request) => ask(member, request, PATIENCE).await.map(|()| Done::Changed),
+    let event = action.event();
+    let result = match action {
+        AdminAction::SetPolicy(settings) => {
+            change_policy(member, &settings).await.map(|()| Done::Changed)
+        }
+        AdminAction::Ask(AdminRequest::Snapshot) => make_snapshot(member).await,
+        AdminAction::Ask(request) => {
+            ask(member, request, CHANGE_TIMEOUT).await.map(|()| Done::Changed)
+        }
     };
-    service.audit.note(by, deed, reason, Some(result.is_ok()));
+    service.audit.note(by, event, reason, Some(result.is_ok()));
     result
 }
 
@@ -135,7 +139,7 @@ pub(crate) async fn add_voter(
     add: AdminRequest,
     node: String,
 ) -> Result<(), String> {
-    let deed = deed_of(&add);
+    let event = event_of(&add);
     let result = async {
         let member = service.engine.replicated().ok_or("there is no cluster")?;
         member.admin(add).await?;
@@ -149,17 +153,17 @@ pub(crate) async fn add_voter(
         }
     }
     .await;
-    service.audit.note(by, deed, "", Some(result.is_ok()));
+    service.audit.note(by, event, "", Some(result.is_ok()));
     result
 }
 
 /// Removes a member for ever.
 pub(crate) async fn remove_voter(service: &Service, by: &By, node: String) -> Result<(), String> {
     let remove = AdminRequest::Remove { node };
-    let deed = deed_of(&remove);
+    let event = event_of(&remove);
     let member = service.engine.replicated().ok_or("there is no cluster")?;
     let result = member.admin(remove).await;
-    service.audit.note(by, deed, "", Some(result.is_ok()));
+    service.audit.note(by, event, "", Some(result.is_ok()));
     result
 }
 
@@ -171,12 +175,12 @@ pub(crate) async fn end_hold(
     (key, space, fence): (Vec<u8>, Space, u64),
     reason: String,
 ) -> Result<Outcome, Gone> {
-    let ended = whole(async move {
+    let ended = run_detached(async move {
         let command =
             Command::ForceRelease(command::ForceRelease { key: &key, space, fence: Fence(fence) });
         let outcome = caller.call(command).await.map(|answer| answer.outcome().clone());
         let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
-        service.audit.note(&by, Deed::EndHold { key, fence }, &reason, done);
+        service.audit.note(&by, AuditEvent::EndHold { key, fence }, &reason, done);
         outcome
     });
     ended.await.unwrap_or(Err(Gone))
@@ -190,10 +194,10 @@ pub(crate) async fn end_session(
     session: u64,
     reason: String,
 ) -> Result<Outcome, Gone> {
-    let ended = whole(async move {
+    let ended = run_detached(async move {
         let outcome = caller.kick(SessionId(session)).await;
         let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
-        service.audit.note(&by, Deed::EndSession { session }, &reason, done);
+        service.audit.note(&by, AuditEvent::EndSession { session }, &reason, done);
         outcome
     });
     ended.await.unwrap_or(Err(Gone))
@@ -209,15 +213,15 @@ fn joined(service: &Service) -> Result<&Arc<Replicated>, String> {
     Ok(member)
 }
 
-async fn ask(member: &Replicated, request: AdminRequest, patience: Duration) -> Result<(), String> {
-    let asked = timeout(patience, member.admin(request)).await;
+async fn ask(member: &Replicated, request: AdminRequest, limit: Duration) -> Result<(), String> {
+    let asked = timeout(limit, member.admin(request)).await;
     asked.unwrap_or_else(|_| Err("no answer in time; it may still happen".into()))
 }
 
 async fn make_snapshot(member: &Replicated) -> Result<Done, String> {
     let status = || member.view().status;
     let applied = status().map_or(0, |status| status.applied);
-    ask(member, AdminRequest::Snapshot, SNAPSHOT_PATIENCE).await?;
+    ask(member, AdminRequest::Snapshot, SNAPSHOT_TIMEOUT).await?;
     let mut index = 0;
     // The answer comes a moment before the status tells of it.
     for _ in 0..100 {
@@ -241,7 +245,7 @@ fn known_policy(member: &Replicated) -> Result<Policy, String> {
 
 /// Changes settings of the policy, and leaves those alone that somebody else changes at the same time.
 async fn change_policy(member: &Replicated, settings: &Settings) -> Result<(), String> {
-    let give_up_at = Instant::now() + POLICY_PATIENCE;
+    let give_up_at = Instant::now() + POLICY_RETRY_MAX;
     loop {
         let from = known_policy(member)?;
         let mut to = from.clone();
@@ -255,10 +259,10 @@ async fn change_policy(member: &Replicated, settings: &Settings) -> Result<(), S
             );
         }
         let request = AdminRequest::change_policy(member.view().version, from, to);
-        match ask(member, request, PATIENCE).await {
+        match ask(member, request, CHANGE_TIMEOUT).await {
             // Made from one that is no longer the newest, which will be seen here, too.
             Err(why) if why == POLICY_CHANGED && Instant::now() < give_up_at => {
-                sleep(POLICY_LOOK).await;
+                sleep(POLICY_POLL_INTERVAL).await;
             }
             result => return result,
         }
@@ -319,27 +323,27 @@ fn parse(text: &str) -> Result<Wanted, String> {
 }
 
 fn serve_verb(service: &Service, verb: &str, wanted: &Wanted, by: &By, backup: &Backup) -> Answer {
-    let wish = match verb {
+    let action = match verb {
         "backup" => return serve_backup(service, wanted, by, backup),
         "policy" if wanted.set.is_none() => {
-            return Ok(json!({ "policy": shown(&policy(service)?) }));
+            return Ok(json!({ "policy": policy_to_json(&policy(service)?) }));
         }
-        _ => wanted.wish(verb)?,
+        _ => wanted.action(verb)?,
     };
-    let reason = match &wish {
-        Wish::Ask(AdminRequest::Snapshot) => wanted.reason.as_deref().unwrap_or_default(),
-        Wish::Ask(_) | Wish::SetPolicy(_) => check_reason(wanted.reason.as_deref())?,
+    let reason = match &action {
+        AdminAction::Ask(AdminRequest::Snapshot) => wanted.reason.as_deref().unwrap_or_default(),
+        AdminAction::Ask(_) | AdminAction::SetPolicy(_) => check_reason(wanted.reason.as_deref())?,
     };
-    match Handle::current().block_on(perform(service, by, wish, reason))? {
+    match Handle::current().block_on(perform(service, by, action, reason))? {
         Done::Changed => Ok(json!({})),
         Done::Snapshot { index } => Ok(json!({ "index": index })),
     }
 }
 
 impl Wanted {
-    fn wish(&self, verb: &str) -> Result<Wish, String> {
+    fn action(&self, verb: &str) -> Result<AdminAction, String> {
         let node = || check_node(self.node.as_deref());
-        Ok(Wish::Ask(match verb {
+        Ok(AdminAction::Ask(match verb {
             "add" => AdminRequest::Add {
                 node: node()?,
                 peer_addr: check_address("peer_addr", self.peer_addr.as_deref())?,
@@ -362,7 +366,7 @@ impl Wanted {
             "policy" => {
                 let settings = settings_of(self.set.as_ref().unwrap_or(&Map::new()))?;
                 check_settings(&settings)?;
-                return Ok(Wish::SetPolicy(settings));
+                return Ok(AdminAction::SetPolicy(settings));
             }
             _ => return Err(format!("there is no verb {verb}")),
         }))
@@ -374,9 +378,9 @@ fn serve_backup(service: &Service, wanted: &Wanted, by: &By, backup: &Backup) ->
     let member = joined(service)?;
     let Some(offset) = wanted.offset else {
         let reason = check_reason(wanted.reason.as_deref())?;
-        let copied = Handle::current().block_on(timeout(SNAPSHOT_PATIENCE, member.copy()));
+        let copied = Handle::current().block_on(timeout(SNAPSHOT_TIMEOUT, member.copy()));
         let copied = copied.unwrap_or_else(|_| Err("no snapshot in time".into()));
-        service.audit.note(by, Deed::Backup, reason, Some(copied.is_ok()));
+        service.audit.note(by, AuditEvent::Backup, reason, Some(copied.is_ok()));
         let copy = copied?;
         let cluster = member.view().cluster;
         let bytes = write_backup(cluster, member.node(), &copy);
@@ -442,7 +446,7 @@ pub(crate) fn cluster_id(cluster: &Bits128) -> String {
 // ---- The policy ----
 
 /// The settings by the names of their flags; times in seconds, as there.
-fn shown(policy: &Policy) -> Value {
+fn policy_to_json(policy: &Policy) -> Value {
     let settings = POLICY_SETTINGS.iter();
     settings.map(|setting| (setting.name.to_owned(), json_of(setting.get(policy)))).collect()
 }
@@ -450,7 +454,7 @@ fn shown(policy: &Policy) -> Value {
 fn json_of(value: PolicyValue) -> Value {
     match value {
         PolicyValue::Number(number) => number.into(),
-        PolicyValue::Truth(truth) => truth.into(),
+        PolicyValue::Bool(flag) => flag.into(),
         PolicyValue::Release(release) => release.word().into(),
     }
 }
@@ -462,7 +466,7 @@ fn settings_of(set: &Map<String, Value>) -> Result<Settings, String> {
         let setting = setting.ok_or_else(|| format!("the policy has no setting {name}"))?;
         let known = match value {
             Value::Number(number) => number.as_u64().map(PolicyValue::Number),
-            Value::Bool(truth) => Some(PolicyValue::Truth(*truth)),
+            Value::Bool(flag) => Some(PolicyValue::Bool(*flag)),
             Value::String(word) => {
                 let release = AutoRelease::ALL.into_iter().find(|release| release.word() == word);
                 release.map(PolicyValue::Release)
@@ -618,7 +622,9 @@ mod tests {
 
     #[test]
     fn what_is_shown_can_be_set() {
-        let Value::Object(mut shown) = shown(&Policy::default()) else { panic!("an object") };
+        let Value::Object(mut shown) = policy_to_json(&Policy::default()) else {
+            panic!("an object")
+        };
         assert_eq!(shown.len(), POLICY_SETTINGS.len());
         let settings = settings_of(&shown).expect("they have names and kinds");
         assert!(check_settings(&settings).is_err(), "the name spaces stay what they are");

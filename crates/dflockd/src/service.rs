@@ -62,7 +62,7 @@ pub struct Service {
     pub(crate) pending_bytes_max: usize,
     /// Where the state is looked at.
     pub(crate) looks: Arc<Pool>,
-    /// Where operators' deeds are done.
+    /// Where operators' actions are done.
     pub(crate) operations: Arc<Pool>,
     /// Where `/metrics` is made, which must not wait for the others.
     pub(crate) figures: Arc<Pool>,

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 use dflockd_core::check::SECONDS_MAX;
 use dflockd_core::{Limits, Span};
 
-use self::Valid::{Fixed, Number, Release, Truth};
+use self::Valid::{Bool, Fixed, Number, Release};
 use super::types::{AutoRelease, Policy};
 
 /// Hands the settings of the policy to the macro `$make`, which makes something of them.
@@ -36,7 +36,7 @@ macro_rules! policy_settings {
                 idle_max = "gc-max-idle", 1, Number(0..=SECONDS_MAX), (gc_max_idle), gc_max_idle_s;
                 gc_interval = "gc-interval", 1, Number(1..=SECONDS_MAX), (gc_interval), gc_interval_s;
                 shared_namespace = "shared-key-namespace", 1, Fixed, (shared_key_namespace), shared_key_namespace;
-                kv_idle_gc = "kv-idle-gc", 1, Truth, (kv_idle_gc), kv_idle_gc;
+                kv_idle_gc = "kv-idle-gc", 1, Bool, (kv_idle_gc), kv_idle_gc;
                 failover_grace = "failover-grace", 1, Number(0..=60), (failover_grace), failover_grace_s;
                 lease_max = "max-lease-ttl", 2, Number(0..=SECONDS_MAX), (max_lease_ttl), max_lease_ttl_s;
                 holds_per_session_max = "max-holds-per-session", 2, Number(0..=u64::MAX), (max_holds_per_session),
@@ -81,7 +81,7 @@ pub enum PolicyValue {
     /// How many, or how many seconds.
     Number(u64),
     /// Whether.
-    Truth(bool),
+    Bool(bool),
     /// What the end of a connection means.
     Release(AutoRelease),
 }
@@ -90,7 +90,7 @@ pub enum PolicyValue {
 #[derive(Debug)]
 enum Valid {
     Number(RangeInclusive<u64>),
-    Truth,
+    Bool,
     Release,
     /// To nothing else than the cluster began with.
     Fixed,
@@ -117,7 +117,7 @@ impl PolicySetting {
     pub fn set(&self, policy: &mut Policy, value: PolicyValue) -> Result<(), String> {
         let valid = match (&self.valid, value) {
             (Number(range), PolicyValue::Number(number)) => range.contains(&number),
-            (Truth | Release, _) => true,
+            (Bool | Release, _) => true,
             (Number(_) | Fixed, _) => false,
         };
         if valid && (self.set)(policy, value) { Ok(()) } else { Err(self.expected()) }
@@ -131,7 +131,7 @@ impl PolicySetting {
             Number(range) => {
                 format!("{name} is a number from {} to {}", range.start(), range.end())
             }
-            Truth => format!("{name} is true or false"),
+            Bool => format!("{name} is true or false"),
             Release => {
                 let [any, clean, lease] = AutoRelease::ALL.map(AutoRelease::word);
                 format!("{name} is {any}, {clean} or {lease}")
@@ -197,11 +197,11 @@ impl Field for Span {
 
 impl Field for bool {
     fn to_value(self) -> PolicyValue {
-        PolicyValue::Truth(self)
+        PolicyValue::Bool(self)
     }
 
     fn from_value(value: PolicyValue) -> Option<Self> {
-        if let PolicyValue::Truth(truth) = value { Some(truth) } else { None }
+        if let PolicyValue::Bool(flag) = value { Some(flag) } else { None }
     }
 }
 
@@ -266,7 +266,7 @@ mod tests {
     fn another(setting: &PolicySetting) -> PolicyValue {
         match setting.get(&Policy::default()) {
             PolicyValue::Number(number) => PolicyValue::Number(number + 1),
-            PolicyValue::Truth(truth) => PolicyValue::Truth(!truth),
+            PolicyValue::Bool(flag) => PolicyValue::Bool(!flag),
             PolicyValue::Release(_) => PolicyValue::Release(AutoRelease::Lease),
         }
     }
@@ -280,8 +280,8 @@ mod tests {
             assert_eq!(setting.get(&policy), value, "{}", setting.name);
             assert_eq!(Policy::default().differences(&policy), [setting.name]);
             let other = match value {
-                PolicyValue::Number(_) => PolicyValue::Truth(true),
-                PolicyValue::Truth(_) | PolicyValue::Release(_) => PolicyValue::Number(1),
+                PolicyValue::Number(_) => PolicyValue::Bool(true),
+                PolicyValue::Bool(_) | PolicyValue::Release(_) => PolicyValue::Number(1),
             };
             assert_eq!(
                 setting.set(&mut policy, other),
@@ -316,7 +316,7 @@ mod tests {
         check("kv-idle-gc", number(1), Err("kv-idle-gc is true or false"));
         check("auto-release", number(1), Err("auto-release is any, clean or lease"));
         let fixed = "the name spaces of a cluster stay what they were at its beginning";
-        check("shared-key-namespace", PolicyValue::Truth(true), Err(fixed));
+        check("shared-key-namespace", PolicyValue::Bool(true), Err(fixed));
     }
 
     #[test]

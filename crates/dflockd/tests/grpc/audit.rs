@@ -30,7 +30,7 @@ async fn kept(link: &Link, after: u64, limit: u32) -> Vec<AuditRecord> {
 
 /// Promise 10: who ended what, and why, by every API.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn deeds_of_all_apis_are_told() {
+async fn actions_through_all_apis_are_audited() {
     let (site, http) = Site::start_with_http(&["--admin-token", ADMIN]);
     let link = site.link().await;
     let without = link.admin().audit(AuditRequest::default()).await;

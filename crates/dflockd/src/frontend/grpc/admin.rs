@@ -19,7 +19,7 @@ use super::gate::TOO_MANY;
 use super::locks::done;
 use super::session_calls::Told;
 use super::{App, Peer, Services, budget, fields, fitting, open};
-use crate::audit::{By, Deed, Record};
+use crate::audit::{AuditEvent, By, Record};
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
 use crate::metrics::api_name;
 use crate::operate;
@@ -160,19 +160,19 @@ fn told(record: &Record) -> AuditRecord {
         unix_ms: record.unix_ms,
         door: record.via.name().to_owned(),
         peer: record.peer.as_ref().to_owned(),
-        what: record.deed.name().to_owned(),
+        what: record.event.name().to_owned(),
         reason: record.reason.clone(),
         done: record.done,
         ..AuditRecord::default()
     };
-    match &record.deed {
-        Deed::EndHold { key, fence } => {
+    match &record.event {
+        AuditEvent::EndHold { key, fence } => {
             told.key = key.clone().into();
             told.fence = *fence;
         }
-        Deed::EndSession { session } => told.session = *session,
-        Deed::Change { node, .. } => told.node = node.clone().unwrap_or_default(),
-        Deed::Backup => {}
+        AuditEvent::EndSession { session } => told.session = *session,
+        AuditEvent::Change { node, .. } => told.node = node.clone().unwrap_or_default(),
+        AuditEvent::Backup => {}
     }
     told
 }

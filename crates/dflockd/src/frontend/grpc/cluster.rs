@@ -22,8 +22,8 @@ use tonic::{Code, Request, Response, Status};
 use super::error::Refused;
 use super::session_calls::Told;
 use super::{App, Peer, Services, fields, open};
-use crate::audit::{By, whole};
-use crate::operate::{self, Done, Settings, Wish};
+use crate::audit::{By, run_detached};
+use crate::operate::{self, AdminAction, Done, Settings};
 
 /// How often it is looked how the server is.
 const LOOK: Duration = Duration::from_millis(100);
@@ -72,8 +72,8 @@ impl Cluster for Services {
         check_node(&node)?;
         check_address(&peer_addr)?;
         check_address(&client_addr)?;
-        let wish = AdminRequest::Add { node, peer_addr, client_addr, witness };
-        self.0.change(peer, Wish::Ask(wish), &reason).await
+        let action = AdminRequest::Add { node, peer_addr, client_addr, witness };
+        self.0.change(peer, AdminAction::Ask(action), &reason).await
     }
 
     async fn promote(
@@ -83,7 +83,7 @@ impl Cluster for Services {
         self.0.check_admin(&request).await?;
         let (peer, PromoteRequest { node, reason }) = open(request)?;
         check_node(&node)?;
-        self.0.change(peer, Wish::Ask(AdminRequest::Promote { node }), &reason).await
+        self.0.change(peer, AdminAction::Ask(AdminRequest::Promote { node }), &reason).await
     }
 
     async fn remove(
@@ -93,7 +93,7 @@ impl Cluster for Services {
         self.0.check_admin(&request).await?;
         let (peer, RemoveRequest { node, reason }) = open(request)?;
         check_node(&node)?;
-        self.0.change(peer, Wish::Ask(AdminRequest::Remove { node }), &reason).await
+        self.0.change(peer, AdminAction::Ask(AdminRequest::Remove { node }), &reason).await
     }
 
     async fn transfer(
@@ -104,7 +104,7 @@ impl Cluster for Services {
         let (peer, TransferRequest { node, reason }) = open(request)?;
         let to = Some(node).filter(|node| !node.is_empty());
         to.as_deref().map(check_node).transpose()?;
-        self.0.change(peer, Wish::Ask(AdminRequest::Transfer { to }), &reason).await
+        self.0.change(peer, AdminAction::Ask(AdminRequest::Transfer { to }), &reason).await
     }
 
     async fn snapshot(
@@ -114,10 +114,11 @@ impl Cluster for Services {
         self.0.check_admin(&request).await?;
         let (peer, SnapshotRequest { reason }) = open(request)?;
         let reason = if reason.is_empty() { "" } else { fields::reason(&reason)? };
-        let index = match self.0.perform(peer, Wish::Ask(AdminRequest::Snapshot), reason).await? {
-            Done::Snapshot { index } => index,
-            Done::Changed => return Err(Refused::internal().into()),
-        };
+        let index =
+            match self.0.perform(peer, AdminAction::Ask(AdminRequest::Snapshot), reason).await? {
+                Done::Snapshot { index } => index,
+                Done::Changed => return Err(Refused::internal().into()),
+            };
         Ok(Response::new(SnapshotResponse { index }))
     }
 
@@ -128,7 +129,7 @@ impl Cluster for Services {
         self.0.check_admin(&request).await?;
         self.0.cluster()?;
         let policy = operate::policy(&self.0.service).map_err(by_cluster)?;
-        Ok(Response::new(PolicyResponse { policy: Some(shown(&policy)) }))
+        Ok(Response::new(PolicyResponse { policy: Some(policy_to_message(&policy)) }))
     }
 
     async fn set_policy(
@@ -138,7 +139,7 @@ impl Cluster for Services {
         self.0.check_admin(&request).await?;
         let (peer, SetPolicyRequest { set, reason }) = open(request)?;
         let settings = settings(&set.unwrap_or_default())?;
-        self.0.change(peer, Wish::SetPolicy(settings), &reason).await
+        self.0.change(peer, AdminAction::SetPolicy(settings), &reason).await
     }
 
     async fn address(
@@ -149,8 +150,8 @@ impl Cluster for Services {
         let (peer, AddressRequest { node, peer_addr, reason }) = open(request)?;
         check_node(&node)?;
         check_address(&peer_addr)?;
-        let wish = AdminRequest::Address { node, peer_addr };
-        self.0.change(peer, Wish::Ask(wish), &reason).await
+        let action = AdminRequest::Address { node, peer_addr };
+        self.0.change(peer, AdminAction::Ask(action), &reason).await
     }
 
     async fn finalize(
@@ -159,7 +160,7 @@ impl Cluster for Services {
     ) -> Result<Response<ClusterResponse>, Status> {
         self.0.check_admin(&request).await?;
         let (peer, FinalizeRequest { reason }) = open(request)?;
-        self.0.change(peer, Wish::Ask(AdminRequest::Finalize), &reason).await
+        self.0.change(peer, AdminAction::Ask(AdminRequest::Finalize), &reason).await
     }
 
     async fn drain(
@@ -168,7 +169,7 @@ impl Cluster for Services {
     ) -> Result<Response<ClusterResponse>, Status> {
         self.0.check_admin(&request).await?;
         let (peer, DrainRequest { undo, reason }) = open(request)?;
-        self.0.change(peer, Wish::Ask(AdminRequest::Drain { on: !undo }), &reason).await
+        self.0.change(peer, AdminAction::Ask(AdminRequest::Drain { on: !undo }), &reason).await
     }
 
     type HealthStream = Told<HealthResponse>;
@@ -218,24 +219,24 @@ impl App {
     async fn change(
         &self,
         peer: Peer,
-        wish: Wish,
+        action: AdminAction,
         reason: &str,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.perform(peer, wish, fields::reason(reason)?).await?;
+        self.perform(peer, action, fields::reason(reason)?).await?;
         Ok(Response::new(ClusterResponse {}))
     }
 
     async fn perform(
         &self,
         Peer(peer, _): Peer,
-        wish: Wish,
+        action: AdminAction,
         reason: &str,
     ) -> Result<Done, Refused> {
         self.cluster()?;
         let (service, reason) = (Arc::clone(&self.service), reason.to_owned());
-        let done = whole(async move {
+        let done = run_detached(async move {
             let by = By::address(Api::Grpc, peer);
-            operate::perform(&service, &by, wish, &reason).await
+            operate::perform(&service, &by, action, &reason).await
         });
         done.await.ok_or_else(Refused::internal)?.map_err(by_cluster)
     }
@@ -280,7 +281,7 @@ macro_rules! message {
     ($($group:ident { $($at:ident = $name:literal, $version:literal, $valid:expr,
         ($($flag:tt)+), $field:ident;)+ })+) => {
         /// With every setting.
-        fn shown(policy: &CorePolicy) -> Policy {
+        fn policy_to_message(policy: &CorePolicy) -> Policy {
             Policy { $($($field: Field::told(setting($name).get(policy)),)+)+ }
         }
 
@@ -327,11 +328,11 @@ impl Field for u64 {
 
 impl Field for bool {
     fn told(value: PolicyValue) -> Option<Self> {
-        if let PolicyValue::Truth(truth) = value { Some(truth) } else { None }
+        if let PolicyValue::Bool(flag) = value { Some(flag) } else { None }
     }
 
     fn value(self) -> Result<PolicyValue, Refused> {
-        Ok(PolicyValue::Truth(self))
+        Ok(PolicyValue::Bool(self))
     }
 }
 
@@ -373,7 +374,7 @@ mod tests {
             orphan_ttl: Span::from_secs(3),
             ..CorePolicy::default()
         };
-        let mut told = shown(&policy);
+        let mut told = policy_to_message(&policy);
         assert!(settings(&told).is_err(), "the name spaces stay what they are");
         told.shared_key_namespace = None;
         let settings = settings(&told).expect("they are in range");

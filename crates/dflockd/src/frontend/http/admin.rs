@@ -22,7 +22,7 @@ use super::openapi_parts::{
     AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals,
 };
 use super::{Admin, App, Peer, Shared, fields};
-use crate::audit::{By, Deed, Record, whole};
+use crate::audit::{AuditEvent, By, Record, run_detached};
 use crate::operate::{self, is_address, is_node};
 use crate::report::json_bytes;
 
@@ -212,7 +212,7 @@ async fn add_voter(
         client_addr,
         witness: witness.unwrap_or(false),
     };
-    let added = whole(async move {
+    let added = run_detached(async move {
         operate::add_voter(&app.service, &By::address(Api::Http, peer), add, node).await
     });
     let result = added.await.ok_or_else(ApiError::internal)?;
@@ -246,7 +246,7 @@ async fn remove_voter(
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
     let removed = node.clone();
-    let removal = whole(async move {
+    let removal = run_detached(async move {
         operate::remove_voter(&app.service, &By::address(Api::Http, peer), removed).await
     });
     let result = removal.await.ok_or_else(ApiError::internal)?;
@@ -353,7 +353,7 @@ impl AuditLook {
             unix_ms: record.unix_ms,
             door: record.via.name(),
             peer: record.peer.clone(),
-            what: record.deed.name(),
+            what: record.event.name(),
             key: None,
             fence: None,
             session: None,
@@ -361,14 +361,14 @@ impl AuditLook {
             reason: record.reason.clone(),
             done: record.done,
         };
-        match &record.deed {
-            Deed::EndHold { key, fence } => {
+        match &record.event {
+            AuditEvent::EndHold { key, fence } => {
                 look.key = Some(String::from_utf8_lossy(key).into_owned());
                 look.fence = Some(Decimal(*fence));
             }
-            Deed::EndSession { session } => look.session = Some(Decimal(*session)),
-            Deed::Change { node, .. } => look.node.clone_from(node),
-            Deed::Backup => {}
+            AuditEvent::EndSession { session } => look.session = Some(Decimal(*session)),
+            AuditEvent::Change { node, .. } => look.node.clone_from(node),
+            AuditEvent::Backup => {}
         }
         look
     }

@@ -28,11 +28,11 @@ use self::inbox::PUSHES_URGENT;
 pub(crate) use self::inbox::push_bytes;
 pub use self::inbox::{Inbox, Message, Text};
 use self::undecided::Undecided;
-use crate::audit::{By, Deed, Via};
+use crate::audit::{AuditEvent, By, Via};
 use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
-use crate::frontend::line::translate::{self, Asked, Wishes};
+use crate::frontend::line::translate::{self, Asked, ClientFeatures};
 use crate::frontend::pool::Pool;
 use crate::operate::{self, Backup};
 use crate::report;
@@ -87,7 +87,7 @@ pub struct Connection {
     /// Push lines in the output.
     pushes_printed: usize,
     unit: Unit,
-    wishes: Wishes,
+    client_features: ClientFeatures,
     /// Requests carry numbers and are answered in any order.
     numbered: bool,
     kept: bool,
@@ -180,10 +180,10 @@ impl Connection {
     pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: Arc<str>) -> Self {
         let now = service.engine.clock().now();
         let phase = if service.auth.is_required() { Phase::Stranger } else { Phase::Ready };
-        let wishes = Wishes {
+        let client_features = ClientFeatures {
             fence: service.wire_fence,
             lease_status: service.wire_fence,
-            ..Wishes::default()
+            ..ClientFeatures::default()
         };
         inbox.set_bytes_max(service.pending_bytes_max);
         let mut connection = Self {
@@ -205,7 +205,7 @@ impl Connection {
             written: 0,
             pushes_printed: 0,
             unit: Unit::Seconds,
-            wishes,
+            client_features,
             numbered: false,
             kept: false,
             greeted: false,
@@ -723,7 +723,9 @@ impl Connection {
                     let text = match &text {
                         Text::Value(text) => Response::Value(text),
                         Text::Nil => Response::Nil,
-                        Text::Unavailable => Response::Error(translate::unavailable(self.wishes)),
+                        Text::Unavailable => {
+                            Response::Error(translate::unavailable(self.client_features))
+                        }
                         Text::TooLarge => Response::Error(ErrorCode::TooLarge),
                     };
                     self.respond(self.number_of(request), &text);
@@ -975,8 +977,8 @@ impl Connection {
             }
             Request::EndSession { session, reason, .. } => {
                 let submitted = self.service.engine.kick(&self.me, id, SessionId(session), pokes);
-                let deed = Deed::EndSession { session };
-                self.service.audit.note(&self.by(), deed, reason, known(&submitted));
+                let event = AuditEvent::EndSession { session };
+                self.service.audit.note(&self.by(), event, reason, known(&submitted));
                 self.settle(op, id, number, None, submitted);
             }
             Request::Cluster { verb, json, .. } => {
@@ -1111,7 +1113,7 @@ impl Connection {
 
     fn answer(&mut self, op: Op, number: Option<u64>, place: Option<Place>, outcome: Outcome) {
         let mut items = Vec::new();
-        let response = translate::respond(op, &outcome, self.wishes, &mut items);
+        let response = translate::respond(op, &outcome, self.client_features, &mut items);
         response.print(self.unit, number, &mut self.output);
         // A hold of a session that ends with its connection is released then.
         let stays = || self.service.auto_release != AutoRelease::Any && !self.kept;
@@ -1157,8 +1159,8 @@ impl Connection {
 
     fn audit(&self, request: &Request<'_>, submitted: &Submitted) {
         if let Request::ForceRelease { key, fence, reason, .. } = *request {
-            let deed = Deed::EndHold { key: key.to_vec(), fence };
-            self.service.audit.note(&self.by(), deed, reason, known(submitted));
+            let event = AuditEvent::EndHold { key: key.to_vec(), fence };
+            self.service.audit.note(&self.by(), event, reason, known(submitted));
         }
     }
 

@@ -118,7 +118,7 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
 
 /// How a connection wants its answers.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Wishes {
+pub(crate) struct ClientFeatures {
     /// The fence as a field of its own, also where old clients would not expect it.
     pub(crate) fence: bool,
     /// The reason why a renewal failed, likewise.
@@ -131,10 +131,10 @@ pub(crate) struct Wishes {
 pub(crate) fn respond<'a>(
     op: Op,
     outcome: &'a Outcome,
-    wishes: Wishes,
+    client_features: ClientFeatures,
     items: &'a mut Vec<u8>,
 ) -> Response<'a> {
-    let fence = |fence: Fence| (wishes.fence || always_has_fence(op)).then_some(fence.0);
+    let fence = |fence: Fence| (client_features.fence || always_has_fence(op)).then_some(fence.0);
     match outcome {
         Outcome::Done => Response::Ok,
         Outcome::Granted(grant) => Response::Granted {
@@ -170,32 +170,32 @@ pub(crate) fn respond<'a>(
         }
         Outcome::Part(_) => Response::Error(ErrorCode::TooLarge),
         Outcome::Compacted(_) => Response::Error(ErrorCode::Error),
-        Outcome::Refused(refusal) => Response::Error(error_code(op, *refusal, wishes)),
+        Outcome::Refused(refusal) => Response::Error(error_code(op, *refusal, client_features)),
     }
 }
 
-fn error_code(op: Op, refusal: Refusal, wishes: Wishes) -> ErrorCode {
+fn error_code(op: Op, refusal: Refusal, client_features: ClientFeatures) -> ErrorCode {
     let code = refusal.spec().line;
-    let unasked = matches!(op, Op::N | Op::Sn) && !wishes.lease_status;
+    let unasked = matches!(op, Op::N | Op::Sn) && !client_features.lease_status;
     if code == ErrorCode::LeaseExpired && unasked {
         ErrorCode::Error
     } else if code == ErrorCode::Unavailable {
-        unavailable(wishes)
+        unavailable(client_features)
     } else {
         code
     }
 }
 
 /// Nobody could decide it. Old clients take the word for that as the end of the conversation.
-pub(crate) fn unavailable(wishes: Wishes) -> ErrorCode {
-    if wishes.unavailable { ErrorCode::Unavailable } else { ErrorCode::Error }
+pub(crate) fn unavailable(client_features: ClientFeatures) -> ErrorCode {
+    if client_features.unavailable { ErrorCode::Unavailable } else { ErrorCode::Error }
 }
 
 /// Why a client that greets gets no session.
 pub(crate) fn no_session(outcome: &Outcome) -> ErrorCode {
-    let wishes = Wishes { unavailable: true, ..Wishes::default() };
+    let client_features = ClientFeatures { unavailable: true, ..ClientFeatures::default() };
     let Outcome::Refused(refusal) = outcome else { return ErrorCode::Unknown };
-    error_code(Op::Hello, *refusal, wishes)
+    error_code(Op::Hello, *refusal, client_features)
 }
 
 pub(crate) fn push(push: &core::Push) -> Push<'_> {

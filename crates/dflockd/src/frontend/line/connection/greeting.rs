@@ -102,8 +102,8 @@ impl Connection {
         let mut numbered = false;
         for word in greeting.words {
             match word.as_str() {
-                "fence" => self.wishes.fence = true,
-                "lease-status" => self.wishes.lease_status = true,
+                "fence" => self.client_features.fence = true,
+                "lease-status" => self.client_features.lease_status = true,
                 "redirect" => self.wants_redirect = true,
                 "ms" => self.unit = Unit::Millis,
                 "lost" => self.inbox.wants_lost.store(true, Ordering::Relaxed),
@@ -113,7 +113,7 @@ impl Connection {
             accepted.push(word);
         }
         self.greeted = true;
-        self.wishes.unavailable = true;
+        self.client_features.unavailable = true;
         self.undecided = None;
         self.respond(number, &Response::Value(accepted.join(" ").as_bytes()));
         if numbered {
