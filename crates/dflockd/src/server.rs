@@ -20,7 +20,7 @@ use crate::frontend::auth::TokenKind;
 use crate::frontend::descriptors::{self, Connections, Descriptors};
 use crate::frontend::grpc;
 use crate::frontend::http::{self, App};
-use crate::frontend::line::Peers;
+use crate::frontend::line::LineConnections;
 use crate::operate;
 use crate::service::Service;
 use crate::telemetry;
@@ -52,7 +52,7 @@ pub struct Running {
     /// Where it listens for gRPC, if it does.
     pub grpc_address: Option<SocketAddr>,
     service: Arc<Service>,
-    peers: Arc<Peers>,
+    line: Arc<LineConnections>,
     config: Config,
     /// What peers are shown since the last reload.
     peer_secret: Mutex<Option<Secret>>,
@@ -138,10 +138,10 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
     let connections = caps(Api::Line, config.max_connections_per_ip);
-    let peers = Peers::start(&service, tls, connections, workers)
+    let line = LineConnections::start(&service, tls, connections, workers)
         .context("cannot start the threads for connections")?;
     let stop_accepting = Arc::new(Notify::new());
-    tokio::spawn(Arc::clone(&peers).accept(listener, Arc::clone(&stop_accepting)));
+    tokio::spawn(Arc::clone(&line).accept(listener, Arc::clone(&stop_accepting)));
     tokio::spawn(tidy(Arc::clone(&service)));
     let secret = config.replicated().and_then(|cluster| cluster.secret.cloned());
     let peer_secret = Mutex::new(secret);
@@ -150,7 +150,7 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         http_address,
         grpc_address,
         service,
-        peers,
+        line,
         config,
         peer_secret,
         stop_accepting,
@@ -197,7 +197,7 @@ impl Running {
             () = told => {}
             why = self.service.engine.failed() => {
                 // Nothing is answered any more, so nobody is kept waiting for it.
-                self.peers.close();
+                self.line.close();
                 anyhow::bail!(why);
             }
         }
@@ -222,7 +222,7 @@ impl Running {
                 if let Some(grpc) = &self.grpc {
                     grpc.listener.reload(tls.as_ref());
                 }
-                self.peers.tls.store(tls);
+                self.line.tls.store(tls);
             }
             Err(error) => tracing::error!(error = format!("{error:#}"), "certificate not reloaded"),
         }
@@ -259,7 +259,7 @@ impl Running {
     /// Ends what came with a token that is no longer valid.
     fn revoke(&self) {
         tracing::info!("an auth token was dropped: what came with it ends");
-        self.peers.revoke();
+        self.line.revoke();
         if let Some(http) = &self.http {
             http.app.sessions.revoke();
         }
@@ -270,10 +270,10 @@ impl Running {
     }
 
     async fn drain(&self, signals: &mut mpsc::UnboundedReceiver<Signal>) {
-        tracing::info!(connections = self.peers.count(), "shutting down");
+        tracing::info!(connections = self.line.count(), "shutting down");
         self.stop_accepting.notify_one();
         self.service.begin_drain().await;
-        self.peers.drain();
+        self.line.drain();
         let begun = Instant::now();
         let second = async {
             while let Some(signal) = signals.recv().await {
@@ -286,20 +286,20 @@ impl Running {
         let mut second = pin!(second);
         let timeout = self.config.shutdown_timeout;
         let mut in_time = tokio::select! {
-            () = self.peers.gone() => true,
+            () = self.line.gone() => true,
             () = until(begun, timeout) => {
-                tracing::warn!(connections = self.peers.count(), "forced close");
+                tracing::warn!(connections = self.line.count(), "forced close");
                 false
             }
             () = &mut second => {
-                tracing::warn!(connections = self.peers.count(), "second signal");
+                tracing::warn!(connections = self.line.count(), "second signal");
                 false
             }
         };
         if !in_time {
-            self.peers.close();
+            self.line.close();
             // Their workers close them; whoever is left after this goes with the process.
-            let _ = tokio::time::timeout(LAST_MOMENT, self.peers.gone()).await;
+            let _ = tokio::time::timeout(LAST_MOMENT, self.line.gone()).await;
         }
         if let Some(grpc) = &self.grpc {
             let limit = if timeout.is_zero() { HTTP_SHUTDOWN } else { timeout };
@@ -346,7 +346,7 @@ async fn until(begun: Instant, limit: Duration) {
 impl Drop for Running {
     fn drop(&mut self) {
         self.stop_accepting.notify_one();
-        self.peers.stop();
+        self.line.stop();
         if let Some(http) = &self.http {
             http.listener.close();
         }

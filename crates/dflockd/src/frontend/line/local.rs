@@ -35,10 +35,10 @@ impl LocalServer {
 
     /// Serves one connection until it ends.
     pub async fn converse(&self, mut stream: impl AsyncRead + AsyncWrite + Unpin) {
-        let peer = Arc::new(Peer::default());
-        let sink: Arc<dyn Sink> = Arc::<Peer>::clone(&peer);
+        let client = Arc::new(LocalClient::default());
+        let sink: Arc<dyn Sink> = Arc::<LocalClient>::clone(&client);
         let me = self.service.engine.open(sink, "local".into());
-        let inbox = Arc::clone(&peer.inbox);
+        let inbox = Arc::clone(&client.inbox);
         let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".into());
         let mut talk = Talk(connection);
         let connection = &mut talk.0;
@@ -70,7 +70,7 @@ impl LocalServer {
                     Ok(count) => connection.handle_input(&input[..count], &mut pokes),
                     Err(_) => break,
                 },
-                () = peer.poked.notified() => connection.handle_messages(&mut pokes),
+                () = client.poked.notified() => connection.handle_messages(&mut pokes),
                 () = deadline => connection.handle_time(&mut pokes),
             }
             pokes.run();
@@ -96,12 +96,12 @@ impl Drop for LocalServer {
 }
 
 #[derive(Default)]
-struct Peer {
+struct LocalClient {
     inbox: Arc<Inbox>,
     poked: Notify,
 }
 
-impl Sink for Peer {
+impl Sink for LocalClient {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         self.inbox.put(Message::Reply(request, outcome))
     }

@@ -24,14 +24,14 @@ use crate::frontend::accept::ApiConnections;
 use crate::service::Service;
 
 /// All connections, and who may join them.
-pub(crate) struct Peers {
+pub(crate) struct LineConnections {
     /// Swapped when the certificate is loaded again.
     pub(crate) tls: ArcSwapOption<ServerConfig>,
     connections: ApiConnections,
     workers: Vec<Arc<Worker>>,
 }
 
-impl Peers {
+impl LineConnections {
     /// Starts the workers. To be called inside a tokio runtime.
     pub(crate) fn start(
         service: &Arc<Service>,
@@ -46,11 +46,11 @@ impl Peers {
             handles.push(Arc::new(worker));
             polls.push(poll);
         }
-        let peers = Arc::new(Self { tls: ArcSwapOption::new(tls), connections, workers: handles });
-        for (index, (worker, poll)) in peers.workers.iter().zip(polls).enumerate() {
-            worker::start(Arc::clone(&peers), Arc::clone(worker), poll, index == 0)?;
+        let line = Arc::new(Self { tls: ArcSwapOption::new(tls), connections, workers: handles });
+        for (index, (worker, poll)) in line.workers.iter().zip(polls).enumerate() {
+            worker::start(Arc::clone(&line), Arc::clone(worker), poll, index == 0)?;
         }
-        Ok(peers)
+        Ok(line)
     }
 
     /// Accepts connections until `stop`, and gives each to the worker with the fewest.

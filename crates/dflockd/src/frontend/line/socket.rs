@@ -41,7 +41,7 @@ thread_local! {
 }
 
 /// One connection.
-pub(super) struct Peer {
+pub(super) struct ClientSocket {
     worker: Arc<Worker>,
     /// Its place at the worker.
     slot: usize,
@@ -105,7 +105,7 @@ pub(super) enum Cause {
     Revoke,
 }
 
-impl Sink for Peer {
+impl Sink for ClientSocket {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         self.inbox.put(Message::Reply(request, outcome))
     }
@@ -136,7 +136,7 @@ impl Sink for Peer {
     }
 }
 
-impl Peer {
+impl ClientSocket {
     /// Begins the conversation.
     pub(super) fn open(
         worker: &Arc<Worker>,
@@ -157,7 +157,7 @@ impl Peer {
             })),
             None => None,
         };
-        let peer = Arc::new(Self {
+        let client = Arc::new(Self {
             worker: Arc::clone(worker),
             slot,
             socket,
@@ -165,12 +165,12 @@ impl Peer {
             talk: Mutex::new(None),
         });
         let label: Arc<str> = address.to_string().into();
-        let sink: Arc<dyn Sink> = Arc::<Self>::clone(&peer);
+        let sink: Arc<dyn Sink> = Arc::<Self>::clone(&client);
         let me = service.engine.open(sink, Arc::clone(&label));
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
-        let connection = Connection::new(Arc::clone(service), Arc::clone(&peer.inbox), me, label)
+        let connection = Connection::new(Arc::clone(service), Arc::clone(&client.inbox), me, label)
             .coming_from(address.ip());
-        *peer.talk.lock() = Some(Talk {
+        *client.talk.lock() = Some(Talk {
             connection,
             tls,
             looks_at: Timestamp::NEVER,
@@ -178,7 +178,7 @@ impl Peer {
             called: false,
             broken: false,
         });
-        Ok(peer)
+        Ok(client)
     }
 
     /// Does what there is to do. Called by the worker only.
@@ -466,7 +466,7 @@ impl Drop for Deeper {
 }
 
 /// The socket as TLS sees it.
-struct Socket<'a>(&'a Peer);
+struct Socket<'a>(&'a ClientSocket);
 
 impl Write for Socket<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {

@@ -25,8 +25,8 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use parking_lot::Mutex;
 use slab::Slab;
 
-use super::Peers;
-use super::socket::{Cause, Next, Peer};
+use super::LineConnections;
+use super::socket::{Cause, ClientSocket, Next};
 use crate::frontend::caps::Permit;
 use crate::service::Service;
 use crate::telemetry::ConnectionTrace;
@@ -37,12 +37,12 @@ const READ_BYTES: usize = 16 * 1024;
 const EVENTS_MAX: usize = 256;
 /// How long the rest of the client's input is read after the last answer, so that a reset does not eat it.
 const LINGER: Span = Span::from_millis(250);
-/// A sleep that ends within this time was not worth it.
-const SHORT: Span = Span(50_000);
-/// After so many of them in a row traffic is brisk.
-const BRISK: u32 = 8;
-/// How long a worker stays awake then; when nothing comes, it is not brisk any more.
-const AWAKE: Span = Span(20_000);
+/// The longest sleep that counts as short: it was not worth it.
+const SLEEP_SHORT_MAX: Span = Span(50_000);
+/// After so many short sleeps in a row a worker spins before it sleeps.
+const SHORT_SLEEPS_BEFORE_SPIN: u32 = 8;
+/// How long a worker spins for input; if none comes, it sleeps and counts short sleeps anew.
+const SPIN_MAX: Span = Span(20_000);
 const WAKER: Token = Token(usize::MAX);
 
 thread_local! {
@@ -119,16 +119,16 @@ impl Worker {
 
 /// Starts the thread of a worker. To be called inside a tokio runtime, which runs what takes a while.
 pub(super) fn start(
-    peers: Arc<Peers>,
+    line: Arc<LineConnections>,
     worker: Arc<Worker>,
     poll: Poll,
     tends: bool,
 ) -> io::Result<()> {
-    let turns = Turns {
-        peers,
+    let event_loop = EventLoop {
+        line,
         worker,
         poll,
-        members: Slab::new(),
+        clients: Slab::new(),
         timers: BTreeSet::new(),
         again: Vec::new(),
         buffer: vec![0; READ_BYTES].into(),
@@ -138,18 +138,18 @@ pub(super) fn start(
     let runtime = tokio::runtime::Handle::current();
     std::thread::Builder::new().name("connections".into()).spawn(move || {
         let _context = runtime.enter();
-        turns.run();
+        event_loop.run();
     })?;
     Ok(())
 }
 
 /// The worker's thread.
-struct Turns {
-    peers: Arc<Peers>,
+struct EventLoop {
+    line: Arc<LineConnections>,
     worker: Arc<Worker>,
     poll: Poll,
-    members: Slab<Member>,
-    /// Mirrors `Member::looks_at`, where that is not never.
+    clients: Slab<Client>,
+    /// Mirrors `Client::looks_at`, where that is not never.
     timers: BTreeSet<(Timestamp, usize)>,
     /// Connections that have more to read.
     again: Vec<usize>,
@@ -160,8 +160,8 @@ struct Turns {
     tends: bool,
 }
 
-struct Member {
-    peer: Arc<Peer>,
+struct Client {
+    socket: Arc<ClientSocket>,
     /// When the worker looks at the time for it.
     looks_at: Timestamp,
     /// It has ended, and waits for the client to see that.
@@ -174,7 +174,7 @@ struct Member {
     _permit: Permit,
 }
 
-impl Turns {
+impl EventLoop {
     fn run(mut self) {
         HERE.set(self.worker.address());
         if self.tends {
@@ -197,8 +197,8 @@ impl Turns {
                 self.turn(event.token().0, Cause::Socket { readable, last });
             }
             for slot in std::mem::take(&mut self.again) {
-                if let Some(member) = self.members.get_mut(slot) {
-                    member.comes_again = false;
+                if let Some(client) = self.clients.get_mut(slot) {
+                    client.comes_again = false;
                     self.turn(slot, Cause::Called);
                 }
             }
@@ -228,8 +228,8 @@ impl Turns {
         }
         let clock = engine.clock();
         let mut since = clock.now();
-        if self.short_sleeps >= BRISK {
-            let until = since + AWAKE;
+        if self.short_sleeps >= SHORT_SLEEPS_BEFORE_SPIN {
+            let until = since + SPIN_MAX;
             while since < until {
                 self.poll.poll(events, Some(Duration::ZERO))?;
                 if !events.is_empty() || tends && engine.wants_tender() {
@@ -245,7 +245,7 @@ impl Turns {
         let found = self.poll.poll(events, patience);
         rise();
         found?;
-        let was_short = clock.now().since(since) < SHORT;
+        let was_short = clock.now().since(since) < SLEEP_SHORT_MAX;
         self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };
         Ok(())
     }
@@ -261,21 +261,21 @@ impl Turns {
 
     /// Turns to one connection. If that panics, it is the end of this connection only.
     fn turn(&mut self, slot: usize, cause: Cause) {
-        let Some(Member { peer, lingers, .. }) = self.members.get(slot) else { return };
+        let Some(Client { socket, lingers, .. }) = self.clients.get(slot) else { return };
         let lingers = *lingers;
         let turn = AssertUnwindSafe(|| {
             if lingers {
-                peer.drop_input(&mut self.buffer)
+                socket.drop_input(&mut self.buffer)
             } else {
-                peer.turn(cause, &mut self.buffer)
+                socket.turn(cause, &mut self.buffer)
             }
         });
         match catch_unwind(turn).unwrap_or(Next::End) {
             Next::Wait(until) => self.set_timer(slot, until),
             Next::Again(until) => {
                 self.set_timer(slot, until);
-                let member = &mut self.members[slot];
-                if !std::mem::replace(&mut member.comes_again, true) {
+                let client = &mut self.clients[slot];
+                if !std::mem::replace(&mut client.comes_again, true) {
                     self.again.push(slot);
                 }
             }
@@ -286,7 +286,7 @@ impl Turns {
 
     /// Looks at the time for a connection at `at`, or earlier if that was so before.
     fn set_timer(&mut self, slot: usize, at: Timestamp) {
-        let looks_at = &mut self.members[slot].looks_at;
+        let looks_at = &mut self.clients[slot].looks_at;
         if at < *looks_at {
             self.timers.remove(&(*looks_at, slot));
             self.timers.insert((at, slot));
@@ -302,9 +302,9 @@ impl Turns {
         }
         let later = self.timers.split_off(&(now, usize::MAX));
         for (_, slot) in std::mem::replace(&mut self.timers, later) {
-            let Some(member) = self.members.get_mut(slot) else { continue };
-            member.looks_at = Timestamp::NEVER;
-            if member.lingers {
+            let Some(client) = self.clients.get_mut(slot) else { continue };
+            client.looks_at = Timestamp::NEVER;
+            if client.lingers {
                 self.remove(slot);
             } else {
                 self.turn(slot, Cause::Time);
@@ -353,19 +353,19 @@ impl Turns {
         mut stream: TcpStream,
         address: SocketAddr,
     ) -> io::Result<()> {
-        if self.members.len() == self.members.capacity() {
+        if self.clients.len() == self.clients.capacity() {
             // A quarter at a time: doubling would leave up to half of the memory unused.
-            self.members.reserve_exact((self.members.len() / 4).max(16));
+            self.clients.reserve_exact((self.clients.len() / 4).max(16));
         }
-        let slot = self.members.vacant_key();
+        let slot = self.clients.vacant_key();
         // Once for all: what is announced is what has changed, so an idle socket with room for output costs nothing.
         let interest = Interest::READABLE | Interest::WRITABLE;
         self.poll.registry().register(&mut stream, Token(slot), interest)?;
-        let tls = self.peers.tls.load_full();
-        let peer = Peer::open(&self.worker, slot, stream, address, tls)?;
+        let tls = self.line.tls.load_full();
+        let socket = ClientSocket::open(&self.worker, slot, stream, address, tls)?;
         let telemetry = self.worker.service.telemetry.as_ref();
-        self.members.insert(Member {
-            peer,
+        self.clients.insert(Client {
+            socket,
             looks_at: Timestamp::NEVER,
             lingers: false,
             comes_again: false,
@@ -382,25 +382,25 @@ impl Turns {
             return self.remove(slot);
         }
         let until = self.worker.service.engine.clock().now() + LINGER;
-        let member = &mut self.members[slot];
-        member.lingers = true;
+        let client = &mut self.clients[slot];
+        client.lingers = true;
         // What the conversation had to wait for does not count any more.
-        self.timers.remove(&(member.looks_at, slot));
-        member.looks_at = Timestamp::NEVER;
+        self.timers.remove(&(client.looks_at, slot));
+        client.looks_at = Timestamp::NEVER;
         self.set_timer(slot, until);
         self.turn(slot, Cause::Called);
     }
 
     /// True if the client should see an orderly end.
     fn end_session(&self, slot: usize) -> bool {
-        let peer = &self.members[slot].peer;
-        catch_unwind(AssertUnwindSafe(|| peer.end())).unwrap_or(false)
+        let socket = &self.clients[slot].socket;
+        catch_unwind(AssertUnwindSafe(|| socket.end())).unwrap_or(false)
     }
 
     fn remove(&mut self, slot: usize) {
-        let mut member = self.members.remove(slot);
-        member.trace = None;
-        self.timers.remove(&(member.looks_at, slot));
+        let mut client = self.clients.remove(slot);
+        client.trace = None;
+        self.timers.remove(&(client.looks_at, slot));
         self.worker.connections.fetch_sub(1, Ordering::Relaxed);
     }
 
@@ -412,6 +412,6 @@ impl Turns {
     }
 
     fn slots(&self) -> Vec<usize> {
-        self.members.iter().map(|(slot, _)| slot).collect()
+        self.clients.iter().map(|(slot, _)| slot).collect()
     }
 }
