@@ -306,7 +306,7 @@ struct WhichRecords {
 /// What operators did, in order.
 #[derive(Serialize, ToSchema)]
 struct AuditList {
-    records: Vec<AuditLook>,
+    records: Vec<AuditEntry>,
     /// What to ask for as `after` to get the next page; null if this is the last.
     #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
     next: Option<Decimal>,
@@ -314,7 +314,7 @@ struct AuditList {
 
 /// What an operator did, or tried to do.
 #[derive(Serialize, ToSchema)]
-struct AuditLook {
+struct AuditEntry {
     /// 1, 2, 3 ... since the server was started. A gap is what is no longer kept.
     #[schema(value_type = String, pattern = "^[0-9]+$")]
     number: Decimal,
@@ -346,9 +346,9 @@ struct AuditLook {
     done: Option<bool>,
 }
 
-impl AuditLook {
+impl AuditEntry {
     fn new(record: &Record) -> Self {
-        let mut look = Self {
+        let mut entry = Self {
             number: Decimal(record.number),
             unix_ms: record.unix_ms,
             door: record.via.name(),
@@ -363,14 +363,14 @@ impl AuditLook {
         };
         match &record.event {
             AuditEvent::EndHold { key, fence } => {
-                look.key = Some(String::from_utf8_lossy(key).into_owned());
-                look.fence = Some(Decimal(*fence));
+                entry.key = Some(String::from_utf8_lossy(key).into_owned());
+                entry.fence = Some(Decimal(*fence));
             }
-            AuditEvent::EndSession { session } => look.session = Some(Decimal(*session)),
-            AuditEvent::Change { node, .. } => look.node.clone_from(node),
+            AuditEvent::EndSession { session } => entry.session = Some(Decimal(*session)),
+            AuditEvent::Change { node, .. } => entry.node.clone_from(node),
             AuditEvent::Backup => {}
         }
-        look
+        entry
     }
 }
 
@@ -391,7 +391,7 @@ async fn audit(
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a record"))?;
     let found = app.service.audit.after(after, limit);
-    let mut records: Vec<_> = found.iter().map(|record| AuditLook::new(record)).collect();
+    let mut records: Vec<_> = found.iter().map(|record| AuditEntry::new(record)).collect();
     records.truncate(fitting(records.iter().map(json_bytes)));
     let is_last = records.len() == found.len() && found.len() < limit;
     let last = found[..records.len()].last().filter(|_| !is_last);

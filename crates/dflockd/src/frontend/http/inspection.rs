@@ -238,18 +238,18 @@ struct Inspected {
     /// A key can be a semaphore besides.
     locks: Vec<Lock>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    counter: Option<CounterLook>,
+    counter: Option<CounterInfo>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    kv: Option<EntryLook>,
+    kv: Option<KvInfo>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    list: Option<ListLook>,
+    list: Option<ListInfo>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    barrier: Option<BarrierLook>,
+    barrier: Option<BarrierInfo>,
 }
 
 /// A counter.
 #[derive(Serialize, ToSchema)]
-struct CounterLook {
+struct CounterInfo {
     value: i64,
     #[schema(value_type = String, pattern = "^-?[0-9]+$")]
     value_s: String,
@@ -260,7 +260,7 @@ struct CounterLook {
 
 /// A KV entry, without its value.
 #[derive(Serialize, ToSchema)]
-struct EntryLook {
+struct KvInfo {
     value_bytes: usize,
     /// What is left of its time to live; null: for ever.
     ttl_ms: Option<u64>,
@@ -271,7 +271,7 @@ struct EntryLook {
 
 /// A list, without its items.
 #[derive(Serialize, ToSchema)]
-struct ListLook {
+struct ListInfo {
     length: usize,
     /// How many wait for an item.
     pop_waiters: usize,
@@ -282,7 +282,7 @@ struct ListLook {
 
 /// A barrier somebody waits at.
 #[derive(Serialize, ToSchema)]
-struct BarrierLook {
+struct BarrierInfo {
     count: u32,
     participants: usize,
 }
@@ -336,7 +336,7 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
         match view {
             KeyView::Lock(lock) => all.locks.push(names.lock(lock)),
             KeyView::Counter(view) => {
-                all.counter = Some(CounterLook {
+                all.counter = Some(CounterInfo {
                     value: view.value,
                     value_s: view.value.to_string(),
                     idle_ms: millis(view.idle),
@@ -344,7 +344,7 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
                 });
             }
             KeyView::Kv(view) => {
-                all.kv = Some(EntryLook {
+                all.kv = Some(KvInfo {
                     value_bytes: view.value_bytes,
                     ttl_ms: view.ttl.map(millis),
                     idle_ms: millis(view.idle),
@@ -352,7 +352,7 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
                 });
             }
             KeyView::List(view) => {
-                all.list = Some(ListLook {
+                all.list = Some(ListInfo {
                     length: view.length,
                     pop_waiters: view.pop_waiters,
                     idle_ms: millis(view.idle),
@@ -361,7 +361,7 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
             }
             KeyView::Barrier(view) => {
                 all.barrier =
-                    Some(BarrierLook { count: view.count, participants: view.participants });
+                    Some(BarrierInfo { count: view.count, participants: view.participants });
             }
         }
     }
@@ -439,7 +439,7 @@ struct ListSessions {
 /// A page of sessions, in the order of their numbers.
 #[derive(Serialize, ToSchema)]
 struct SessionList {
-    sessions: Vec<SessionLook>,
+    sessions: Vec<SessionSummary>,
     /// What to ask for as `after` to get the next page; null if this is the last.
     #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
     next: Option<Decimal>,
@@ -447,7 +447,7 @@ struct SessionList {
 
 /// A session or connection.
 #[derive(Serialize, ToSchema)]
-struct SessionLook {
+struct SessionSummary {
     /// Its number: not the secret by which a session is used.
     #[schema(value_type = String, pattern = "^[0-9]+$")]
     id: Decimal,
@@ -488,7 +488,7 @@ async fn list_sessions(
         let infos = service.engine.sessions(SessionId(after), limit)?;
         let mut next = infos.last().filter(|_| infos.len() == limit).map(|info| info.id.0);
         let infos = infos.into_iter().filter(|info| info.id != own);
-        let sessions = infos.map(|info| SessionLook {
+        let sessions = infos.map(|info| SessionSummary {
             id: Decimal(info.id.0),
             client: info.label.unwrap_or_else(|| "".into()),
             door: info.api.map(|api| match api {
@@ -526,12 +526,12 @@ struct HowMany {
 #[derive(Serialize, ToSchema)]
 struct ContentionList {
     /// The longest queue first.
-    keys: Vec<ContendedLook>,
+    keys: Vec<ContendedKey>,
 }
 
 /// A lock that somebody waits for.
 #[derive(Serialize, ToSchema)]
-struct ContendedLook {
+struct ContendedKey {
     key: String,
     /// `mutex`, `semaphore` or `rwlock`.
     #[schema(value_type = String, example = "mutex")]
@@ -559,7 +559,7 @@ async fn contention(
     let service = Arc::clone(&app.service);
     let work = move || {
         let locks = service.engine.contention(limit)?.into_locks();
-        let keys = locks.map(|lock| ContendedLook {
+        let keys = locks.map(|lock| ContendedKey {
             key: lossy(&lock.key),
             kind: lock.kind.name(),
             holders: lock.holders,
@@ -714,12 +714,12 @@ async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, Api
 /// Who is in the cluster.
 #[derive(Serialize, ToSchema)]
 struct MemberList {
-    members: Vec<MemberLook>,
+    members: Vec<MemberInfo>,
 }
 
 /// A member of the cluster.
 #[derive(Serialize, ToSchema)]
-struct MemberLook {
+struct MemberInfo {
     node_id: String,
     /// Where its peers dial it.
     raft_addr: String,
@@ -742,7 +742,7 @@ struct MemberLook {
 async fn members(State(app): State<Shared>) -> Result<Response, ApiError> {
     let view = app.service.engine.view().ok_or_else(ApiError::cluster_disabled)?;
     let leader = view.status.and_then(|status| status.leader);
-    let members = view.members.iter().map(|(id, member)| MemberLook {
+    let members = view.members.iter().map(|(id, member)| MemberInfo {
         node_id: member.node.clone(),
         raft_addr: member.peer_addr.clone(),
         client_addr: member.client_addr.clone(),

@@ -22,7 +22,7 @@ pub(crate) fn routes() -> OpenApiRouter<Shared> {
         .routes(routes!(health))
         .routes(routes!(ready))
         .routes(routes!(stats))
-        .routes(routes!(figures))
+        .routes(routes!(metrics))
         .routes(routes!(document))
 }
 
@@ -101,7 +101,7 @@ async fn stats(State(app): State<Shared>, room: Room) -> Result<Response, ApiErr
     tag = "service",
     responses((status = 200, description = "Text format", content_type = "text/plain", body = String)),
 )]
-async fn figures(State(app): State<Shared>) -> Result<Response, ApiError> {
+async fn metrics(State(app): State<Shared>) -> Result<Response, ApiError> {
     let figures = std::sync::Arc::clone(&app.service.figures);
     let text = figures.wait(move || app.service.metrics.encode(&app.service)).await;
     let text = text.ok_or_else(ApiError::internal)?;
