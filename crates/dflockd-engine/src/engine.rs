@@ -13,7 +13,7 @@ use crate::memory::{Memory, Place, Submitted};
 use crate::replica::machine::Machine;
 use crate::replica::types::{Action, Run};
 use crate::replicated::{Leader, Replicated, View};
-use crate::router::{Api, Attachment, Pokes, SessionSecret, Sink};
+use crate::router::{Api, Attachment, PendingFlushes, SessionSecret, Sink};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
 pub(crate) const NAMES_MAX: usize = 5000;
@@ -112,17 +112,17 @@ impl Engine {
         }
     }
 
-    /// Executes a command for a session. Sinks of others that have something to do are added to `pokes`.
+    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`.
     pub fn submit(
         &self,
         by: &Attachment,
         request: RequestId,
         keep: bool,
         command: Command<'_>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Submitted {
         match self {
-            Self::Memory(memory) => memory.submit(by, request, keep, command, pokes),
+            Self::Memory(memory) => memory.submit(by, request, keep, command, flushes),
             Self::Replicated(member) => member.submit(by, request, keep, command),
         }
     }
@@ -145,17 +145,23 @@ impl Engine {
 
     /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before. A connection
     /// may do this for its own requests even after the session was attached elsewhere.
-    pub fn cancel(&self, by: &Attachment, request: RequestId, place: Place, pokes: &mut Pokes) {
+    pub fn cancel(
+        &self,
+        by: &Attachment,
+        request: RequestId,
+        place: Place,
+        flushes: &mut PendingFlushes,
+    ) {
         match self {
-            Self::Memory(memory) => memory.cancel(by, request, place, pokes),
+            Self::Memory(memory) => memory.cancel(by, request, place, flushes),
             Self::Replicated(member) => member.cancel(by, request),
         }
     }
 
     /// Gives back what could not be told to the one who asked for it.
-    pub fn undo(&self, place: Place, outcome: &Outcome, pokes: &mut Pokes) {
+    pub fn undo(&self, place: Place, outcome: &Outcome, flushes: &mut PendingFlushes) {
         match self {
-            Self::Memory(memory) => memory.undo(place, outcome, pokes),
+            Self::Memory(memory) => memory.undo(place, outcome, flushes),
             Self::Replicated(member) => member.undo(outcome),
         }
     }
@@ -450,10 +456,10 @@ impl Engine {
         by: &Attachment,
         request: RequestId,
         secret: SessionSecret,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Attaching {
         match self {
-            Self::Memory(memory) => Attaching::Done(memory.attach(by, secret, pokes)),
+            Self::Memory(memory) => Attaching::Done(memory.attach(by, secret, flushes)),
             Self::Replicated(member) => {
                 let action = Action::Attach { secret: secret.0 };
                 match member.act(by, request, action) {
@@ -474,9 +480,15 @@ impl Engine {
 
     /// The connection of a session has ended: `orderly` if the client closed it, `referenced` if it had given a stable
     /// reference.
-    pub fn close(&self, by: &Attachment, orderly: bool, referenced: bool, pokes: &mut Pokes) {
+    pub fn close(
+        &self,
+        by: &Attachment,
+        orderly: bool,
+        referenced: bool,
+        flushes: &mut PendingFlushes,
+    ) {
         match self {
-            Self::Memory(memory) => memory.close(by, orderly, pokes),
+            Self::Memory(memory) => memory.close(by, orderly, flushes),
             Self::Replicated(member) => member.close(by, orderly, referenced),
         }
     }
@@ -491,9 +503,9 @@ impl Engine {
 
     /// Ends a session whose client may no longer use it. A kept one does not wait for its client, and its holds are
     /// released unless the policy leaves them to their leases; any other ends like a lost connection.
-    pub fn end_revoked(&self, by: &Attachment, request: RequestId, pokes: &mut Pokes) {
+    pub fn end_revoked(&self, by: &Attachment, request: RequestId, flushes: &mut PendingFlushes) {
         match self {
-            Self::Memory(memory) => memory.end_revoked(by, pokes),
+            Self::Memory(memory) => memory.end_revoked(by, flushes),
             Self::Replicated(member) => {
                 let is_kept = by.session.state.lock().secret.is_some();
                 if is_kept {
@@ -528,18 +540,18 @@ impl Engine {
         by: &Attachment,
         request: RequestId,
         id: SessionId,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Submitted {
         match self {
-            Self::Memory(memory) => Submitted::Done(memory.kick(id, pokes)),
+            Self::Memory(memory) => Submitted::Done(memory.kick(id, flushes)),
             Self::Replicated(member) => member.act(by, request, Action::Kick { session: id }),
         }
     }
 
     /// Lets the state look at the time, where nobody else does it.
-    pub fn tick(&self, pokes: &mut Pokes) {
+    pub fn tick(&self, flushes: &mut PendingFlushes) {
         match self {
-            Self::Memory(memory) => memory.tick(pokes),
+            Self::Memory(memory) => memory.tick(flushes),
             Self::Replicated(_) => {}
         }
     }

@@ -73,4 +73,4 @@ pub use gauges::{Gauges, TIMES_BUCKETS, Times};
 pub use log_budget::{LogBudget, Suppressed};
 pub use memory::{Memory, Options, Place, Submitted};
 pub use replicated::{Leader, Replicated, View};
-pub use router::{Api, Attachment, Pokes, Pushed, SessionSecret, Sink};
+pub use router::{Api, Attachment, PendingFlushes, Pushed, SessionSecret, Sink};

@@ -59,8 +59,8 @@ impl LogBudget {
 
     /// What was left out and has not been told, of those who could cause a line again; it counts as told then. Forgets
     /// who has been quiet. To be called now and then, so that the end of a flood is told although nothing follows it.
-    pub fn settle(&self) -> Vec<Suppressed> {
-        self.settle_at(Instant::now())
+    pub fn take_suppressed(&self) -> Vec<Suppressed> {
+        self.take_suppressed_at(Instant::now())
     }
 
     fn admit_at(&self, peer: AddressKey, kind: &'static str, now: Instant) -> Option<Option<u64>> {
@@ -85,7 +85,7 @@ impl LogBudget {
         None
     }
 
-    fn settle_at(&self, now: Instant) -> Vec<Suppressed> {
+    fn take_suppressed_at(&self, now: Instant) -> Vec<Suppressed> {
         let mut untold = Vec::new();
         self.rows.lock().retain(|&(peer, kind), row| {
             if row.suppressed > 0 && row.spend(now) {
@@ -143,12 +143,12 @@ mod tests {
         for _ in 0..15 {
             let _ = budget.admit_at(peer(1), "a", now);
         }
-        assert!(budget.settle_at(now).is_empty(), "that would be one too many as well");
+        assert!(budget.take_suppressed_at(now).is_empty(), "that would be one too many as well");
         let told = Suppressed { peer: Some(peer(1)), kind: "a", count: 5 };
-        assert_eq!(budget.settle_at(now + REFILL), [told]);
-        assert!(budget.settle_at(now + 2 * REFILL).is_empty());
+        assert_eq!(budget.take_suppressed_at(now + REFILL), [told]);
+        assert!(budget.take_suppressed_at(now + 2 * REFILL).is_empty());
         assert!(!budget.rows.lock().is_empty());
-        budget.settle_at(now + 12 * REFILL);
+        budget.take_suppressed_at(now + 12 * REFILL);
         assert!(budget.rows.lock().is_empty(), "who is quiet is forgotten");
     }
 

@@ -52,7 +52,9 @@ use crate::clock::{Clock, unix_nanos};
 use crate::engine::{Engine, NAMES_MAX, SessionInfo};
 use crate::fences::Fences;
 use crate::replica::types::AutoRelease;
-use crate::router::{Api, Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+use crate::router::{
+    Api, Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink,
+};
 
 const KEY_SHARDS: usize = 64;
 /// The shard of signals and of subscription records.
@@ -210,14 +212,14 @@ impl Memory {
         &self.clock
     }
 
-    /// Executes a command for a session. Sinks of others that have something to do are added to `pokes`.
+    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`.
     pub fn submit(
         &self,
         by: &Attachment,
         request: RequestId,
         keep: bool,
         command: Command<'_>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Submitted {
         let caller = Caller { session: by.id(), request, keep };
         let place = match (command.key(), command) {
@@ -227,12 +229,12 @@ impl Memory {
                 None,
                 Command::Subscribe(command::Subscribe { to: subscription })
                 | Command::Unsubscribe(command::Unsubscribe { from: subscription }),
-            ) => return self.subscribe(by, caller, &command, subscription, pokes),
+            ) => return self.subscribe(by, caller, &command, subscription, flushes),
             (None, Command::RenewSession(_)) => {
                 // Only holds that were granted with this very lease follow the session: it is on record.
                 let mut renewed = 0;
                 for shard in by.session.shards() {
-                    match self.apply(shard, Some(by), caller, command, pokes) {
+                    match self.apply(shard, Some(by), caller, command, flushes) {
                         None => return Submitted::Gone,
                         Some(Some(Outcome::Number(number))) => renewed += number,
                         Some(_) => {}
@@ -242,13 +244,13 @@ impl Memory {
             }
             (None, Command::Acknowledge(_)) => {
                 for shard in by.session.shards() {
-                    self.apply(shard, Some(by), caller, command, pokes);
+                    self.apply(shard, Some(by), caller, command, flushes);
                 }
                 return Submitted::Done(Outcome::Done);
             }
             (None, _) => unreachable!("the engine sends {command:?} itself"),
         };
-        match self.apply(place, Some(by), caller, command, pokes) {
+        match self.apply(place, Some(by), caller, command, flushes) {
             None => Submitted::Gone,
             Some(Some(outcome)) => Submitted::Done(outcome),
             Some(None) => Submitted::Later(Place(place)),
@@ -257,17 +259,23 @@ impl Memory {
 
     /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before. A connection
     /// may do this for its own requests even after the session was attached elsewhere.
-    pub fn cancel(&self, by: &Attachment, request: RequestId, place: Place, pokes: &mut Pokes) {
+    pub fn cancel(
+        &self,
+        by: &Attachment,
+        request: RequestId,
+        place: Place,
+        flushes: &mut PendingFlushes,
+    ) {
         // A number no request has: the cancelled one must be answered through the sink.
         let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
-        self.apply(place.0, None, caller, Command::Cancel(command::Cancel { request }), pokes);
+        self.apply(place.0, None, caller, Command::Cancel(command::Cancel { request }), flushes);
     }
 
     /// Gives back what could not be told to the one who asked for it.
-    pub fn undo(&self, place: Place, outcome: &Outcome, pokes: &mut Pokes) {
+    pub fn undo(&self, place: Place, outcome: &Outcome, flushes: &mut PendingFlushes) {
         let shards = if place == Place::UNKNOWN { 0..KEY_SHARDS } else { place.0..place.0 + 1 };
         for shard in shards {
-            self.apply(shard, None, NOBODY, Command::Undo(outcome), pokes);
+            self.apply(shard, None, NOBODY, Command::Undo(outcome), flushes);
         }
     }
 
@@ -521,7 +529,7 @@ impl Memory {
         &self,
         by: &Attachment,
         secret: SessionSecret,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Option<Attachment> {
         let session = self.router.find_kept(secret)?;
         let (sink, label) = {
@@ -536,7 +544,7 @@ impl Memory {
             state.label = label;
             if let Some(old) = state.sink.replace(sink) {
                 old.hand_over();
-                pokes.add(&old);
+                flushes.add(&old);
             }
             epoch
         };
@@ -546,14 +554,14 @@ impl Memory {
         let known: Vec<usize> = attachment.session.shards().collect();
         for shard in 0..=COMMON {
             let command = if known.contains(&shard) { Command::Attach } else { Command::Tick };
-            self.apply(shard, Some(&attachment), caller, command, pokes);
+            self.apply(shard, Some(&attachment), caller, command, flushes);
         }
         self.router.remove(&by.session);
         Some(attachment)
     }
 
     /// The connection of a session has ended.
-    pub fn close(&self, by: &Attachment, orderly: bool, pokes: &mut Pokes) {
+    pub fn close(&self, by: &Attachment, orderly: bool, flushes: &mut PendingFlushes) {
         let session = &by.session;
         let kept = {
             let mut state = session.state.lock();
@@ -564,19 +572,19 @@ impl Memory {
             state.secret.is_some()
         };
         if kept {
-            self.detach(by, pokes);
+            self.detach(by, flushes);
         } else {
             let release = match self.auto_release {
                 AutoRelease::Any => true,
                 AutoRelease::Clean => orderly,
                 AutoRelease::Lease => false,
             };
-            self.end(session, release, false, pokes);
+            self.end(session, release, false, flushes);
         }
     }
 
     /// Ends a session whose client may no longer use it, kept or not.
-    pub fn end_revoked(&self, by: &Attachment, pokes: &mut Pokes) {
+    pub fn end_revoked(&self, by: &Attachment, flushes: &mut PendingFlushes) {
         let secret = {
             let mut state = by.session.state.lock();
             if !by.is_current() {
@@ -587,11 +595,11 @@ impl Memory {
         if let Some(secret) = secret {
             self.router.forget_secret(secret);
         }
-        self.close(by, secret.is_some(), pokes);
+        self.close(by, secret.is_some(), flushes);
     }
 
     /// Ends a session for an operator, who may have to end one whose client is gone.
-    pub fn kick(&self, id: SessionId, pokes: &mut Pokes) -> Outcome {
+    pub fn kick(&self, id: SessionId, flushes: &mut PendingFlushes) -> Outcome {
         let Some(session) = self.router.get(id) else {
             return Outcome::Refused(Refusal::NotHeld);
         };
@@ -600,19 +608,19 @@ impl Memory {
             session.epoch.fetch_add(1, Ordering::SeqCst);
             state.sink.clone()
         };
-        self.end(&session, true, true, pokes);
+        self.end(&session, true, true, flushes);
         if let Some(sink) = sink {
             session.state.lock().sink = None;
             sink.close();
-            pokes.add(&sink);
+            flushes.add(&sink);
         }
         Outcome::Done
     }
 
     /// Lets every shard look at the time.
-    pub fn tick(&self, pokes: &mut Pokes) {
+    pub fn tick(&self, flushes: &mut PendingFlushes) {
         for shard in 0..=COMMON {
-            self.apply(shard, None, NOBODY, Command::Tick, pokes);
+            self.apply(shard, None, NOBODY, Command::Tick, flushes);
         }
     }
 
@@ -630,9 +638,9 @@ impl Memory {
         std::thread::Builder::new().name("fences".into()).spawn(move || {
             let memory = memory(&engine);
             memory.fences.run(|| {
-                let mut pokes = Pokes::new();
-                memory.tick(&mut pokes);
-                pokes.run();
+                let mut flushes = PendingFlushes::new();
+                memory.tick(&mut flushes);
+                flushes.run();
             });
         })?;
         Ok(())
@@ -644,7 +652,7 @@ impl Memory {
     }
 
     async fn run_timer(&self, shard: usize) {
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         loop {
             let next = {
                 let mut state = self.shards[shard].state.lock();
@@ -660,8 +668,8 @@ impl Memory {
             if tokio::time::timeout(wait, earlier).await.is_ok() && self.clock.now() < next {
                 continue;
             }
-            self.apply(shard, None, NOBODY, Command::Tick, &mut pokes);
-            pokes.run();
+            self.apply(shard, None, NOBODY, Command::Tick, &mut flushes);
+            flushes.run();
         }
     }
 
@@ -671,9 +679,9 @@ impl Memory {
         caller: Caller,
         command: &Command<'_>,
         subscription: Subscription<'_>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Submitted {
-        let applied = self.apply(COMMON, Some(by), caller, *command, pokes);
+        let applied = self.apply(COMMON, Some(by), caller, *command, flushes);
         let Some(Some(outcome)) = applied else { return Submitted::Gone };
         if outcome != Outcome::Done {
             return Submitted::Done(outcome);
@@ -685,7 +693,7 @@ impl Memory {
         };
         if let Some(key) = key {
             let unkept = Caller { keep: false, ..caller };
-            self.apply(shard_of(key), Some(by), unkept, *command, pokes);
+            self.apply(shard_of(key), Some(by), unkept, *command, flushes);
         } else if matches!(
             command,
             Command::Unsubscribe(command::Unsubscribe { from: Subscription::Changes { .. } })
@@ -699,7 +707,7 @@ impl Memory {
         Submitted::Done(outcome)
     }
 
-    fn detach(&self, by: &Attachment, pokes: &mut Pokes) {
+    fn detach(&self, by: &Attachment, flushes: &mut PendingFlushes) {
         // At least one shard must know of it, or nobody would ever end it.
         by.session.touch(COMMON);
         let leases = by
@@ -709,15 +717,21 @@ impl Memory {
         let until = leases.fold(self.clock.now() + KEPT_FOR, Ord::max);
         let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
         for shard in by.session.shards() {
-            self.apply(shard, Some(by), caller, Command::Detach { until }, pokes);
+            self.apply(shard, Some(by), caller, Command::Detach { until }, flushes);
         }
     }
 
-    fn end(&self, session: &Arc<Session>, release: bool, forced: bool, pokes: &mut Pokes) {
+    fn end(
+        &self,
+        session: &Arc<Session>,
+        release: bool,
+        forced: bool,
+        flushes: &mut PendingFlushes,
+    ) {
         let caller = Caller { session: session.id, request: RequestId(0), keep: false };
         for shard in session.shards() {
             let command = Command::EndSession { release, forced };
-            self.apply(shard, None, caller, command, pokes);
+            self.apply(shard, None, caller, command, flushes);
         }
         self.router.remove(session);
     }
@@ -733,22 +747,22 @@ impl Memory {
         by: Option<&Attachment>,
         caller: Caller,
         command: Command<'_>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Option<Option<Outcome>> {
         let mut undeliverable = Vec::new();
-        let outcome = self.apply_one(shard, by, caller, command, &mut undeliverable, pokes)?;
+        let outcome = self.apply_one(shard, by, caller, command, &mut undeliverable, flushes)?;
         if !undeliverable.is_empty() {
-            self.give_back(shard, undeliverable, pokes);
+            self.give_back(shard, undeliverable, flushes);
         }
         Some(outcome)
     }
 
     #[cold]
-    fn give_back(&self, shard: usize, undeliverable: Vec<Outcome>, pokes: &mut Pokes) {
+    fn give_back(&self, shard: usize, undeliverable: Vec<Outcome>, flushes: &mut PendingFlushes) {
         let mut undeliverable = VecDeque::from(undeliverable);
         while let Some(given) = undeliverable.pop_front() {
             let mut more = Vec::new();
-            self.apply_one(shard, None, NOBODY, Command::Undo(&given), &mut more, pokes);
+            self.apply_one(shard, None, NOBODY, Command::Undo(&given), &mut more, flushes);
             undeliverable.extend(more);
         }
     }
@@ -761,7 +775,7 @@ impl Memory {
         caller: Caller,
         command: Command<'_>,
         undeliverable: &mut Vec<Outcome>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Option<Option<Outcome>> {
         let mut aftermath = Aftermath::default();
         {
@@ -784,7 +798,7 @@ impl Memory {
             }
             // In the order of the store, and before anybody else can change it.
             for effect in effects.drain(..) {
-                self.route(effect, caller, store, &mut aftermath, pokes);
+                self.route(effect, caller, store, &mut aftermath, flushes);
             }
             if let Some(next) = store.next_deadline()
                 && next < *armed
@@ -904,7 +918,7 @@ impl Memory {
         caller: Caller,
         store: &Store,
         aftermath: &mut Aftermath,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         match effect {
             Effect::Reply { session, request, outcome }
@@ -924,13 +938,13 @@ impl Memory {
                 let told = match &state.sink {
                     Some(sink) => match sink.reply(request, outcome.clone()) {
                         Pushed::First | Pushed::Urgent => {
-                            pokes.add(sink);
+                            flushes.add(sink);
                             true
                         }
                         Pushed::Behind => true,
                         Pushed::Full => {
                             sink.overflow();
-                            pokes.add(sink);
+                            flushes.add(sink);
                             false
                         }
                         Pushed::Gone => false,
@@ -944,14 +958,14 @@ impl Memory {
                 }
             }
             Effect::Push { session, push, group } => {
-                let pushed = self.push(session, &push, pokes);
+                let pushed = self.push(session, &push, flushes);
                 match pushed {
                     Pushed::First | Pushed::Behind | Pushed::Urgent => return,
                     Pushed::Full | Pushed::Gone => {}
                 }
                 let others = group.iter().flat_map(|group| store.group_members(group));
                 for other in others.filter(|&other| other != session) {
-                    match self.push(other, &push, pokes) {
+                    match self.push(other, &push, flushes) {
                         Pushed::Full | Pushed::Gone => {}
                         Pushed::First | Pushed::Behind | Pushed::Urgent => return,
                     }
@@ -961,21 +975,21 @@ impl Memory {
                     && let Some(sink) = &session.state.lock().sink
                 {
                     sink.overflow();
-                    pokes.add(sink);
+                    flushes.add(sink);
                 }
             }
             Effect::SessionEnded { session } => aftermath.ended.push(session),
         }
     }
 
-    fn push(&self, session: SessionId, push: &Push, pokes: &mut Pokes) -> Pushed {
+    fn push(&self, session: SessionId, push: &Push, flushes: &mut PendingFlushes) -> Pushed {
         let Some(session) = self.router.get(session) else { return Pushed::Gone };
         let state = session.state.lock();
         let Some(sink) = &state.sink else { return Pushed::Gone };
         let pushed = sink.push(push.clone());
         match pushed {
-            Pushed::First => pokes.add(sink),
-            Pushed::Urgent => pokes.add_urgent(sink),
+            Pushed::First => flushes.add(sink),
+            Pushed::Urgent => flushes.add_urgent(sink),
             Pushed::Behind | Pushed::Full | Pushed::Gone => {}
         }
         pushed
@@ -1032,7 +1046,7 @@ mod tests {
         }
         fn overflow(&self) {}
         fn close(&self) {}
-        fn poke(&self) {}
+        fn flush(&self) {}
     }
 
     fn engine(limits: Limits) -> Memory {
@@ -1050,7 +1064,7 @@ mod tests {
     }
 
     fn ask(engine: &Memory, by: &Attachment, request: u64, command: Command<'_>) -> Submitted {
-        engine.submit(by, RequestId(request), true, command, &mut Pokes::new())
+        engine.submit(by, RequestId(request), true, command, &mut PendingFlushes::new())
     }
 
     /// GUARANTEES 48: the results that are kept for one session have a bound in all shards together, also those of
@@ -1136,7 +1150,7 @@ mod tests {
             let space = dflockd_core::Space::Locks;
             let (key, token) = (key.as_bytes(), grant.token);
             let release = Command::Release(command::Release { key, space, token, resign: false });
-            engine.submit(&client, RequestId(1 << 63), false, release, &mut Pokes::new());
+            engine.submit(&client, RequestId(1 << 63), false, release, &mut PendingFlushes::new());
         }
         for number in 0..10 {
             let known = engine.ls(b"k", None, 100);

@@ -37,7 +37,7 @@ use crate::replica::machine::{Event, Machine};
 use crate::replica::transport::{Credentials, Identity, Transport};
 use crate::replica::types::{Action, Addresses, Bits128, Item, Member, Policy, RaftId, Run};
 use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
-use crate::router::{Attachment, Pokes, Pushed, Router, Session, SessionSecret, Sink};
+use crate::router::{Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink};
 
 use self::inputs::Head;
 pub(crate) use self::inputs::{Input, Inputs};
@@ -739,19 +739,19 @@ impl Replicated {
         let Some(taken) = seat.as_mut() else { return };
         let tends = TENDS.replace(true);
         let bomb = Bomb::new(self);
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         self.stirred.store(false, Ordering::SeqCst);
         std::mem::swap(&mut *self.inputs.lock(), &mut taken.inputs);
         let (now, before) = (taken.inputs.items(), self.taken.load(Ordering::Relaxed));
         self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
-        let due = taken.pass(self, &mut pokes);
+        let due = taken.pass(self, &mut flushes);
         bomb.defuse();
         drop(seat);
         match due {
             Ok(due) => self.set_due(due),
             Err(why) => self.fail(why),
         }
-        pokes.run();
+        flushes.run();
         TENDS.set(tends);
     }
 
@@ -990,7 +990,7 @@ impl Replicated {
         &self,
         events: impl Iterator<Item = NodeEvent>,
         replica: &Replica,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
         mut meet: impl FnMut(std::collections::BTreeMap<RaftId, Member>),
     ) -> bool {
         let mut members = false;
@@ -998,7 +998,7 @@ impl Replicated {
             match event {
                 NodeEvent::Machine(event) => {
                     members |= matches!(event, Event::Members | Event::PolicyChanged);
-                    self.route_event(event, replica.machine(), pokes);
+                    self.route_event(event, replica.machine(), flushes);
                 }
                 NodeEvent::Job(id, can) => {
                     if let Some(job) = self.jobs.lock().remove(&id) {
@@ -1024,7 +1024,7 @@ impl Replicated {
                     let Some(store) = replica.machine().store() else { continue };
                     for session in self.router.all() {
                         if store.subscribes(session.id) {
-                            self.expel(&session, pokes);
+                            self.expel(&session, flushes);
                         }
                     }
                 }
@@ -1033,7 +1033,7 @@ impl Replicated {
                     for session in self.router.all() {
                         if let Some(sink) = session.state.lock().sink.take() {
                             sink.cut();
-                            pokes.add(&sink);
+                            flushes.add(&sink);
                         }
                     }
                 }
@@ -1042,32 +1042,32 @@ impl Replicated {
         members
     }
 
-    fn route_event(&self, event: Event, machine: &Machine, pokes: &mut Pokes) {
+    fn route_event(&self, event: Event, machine: &Machine, flushes: &mut PendingFlushes) {
         match event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
                 // What was given and can not be told is taken back by the node that should have told it, and
                 // by no other.
                 let repeatable = machine.is_kept(session) && request.is_repeatable();
                 let own = machine.home(session) == Some(Run(self.run.load(Ordering::Acquire)));
-                self.reply(session, request, outcome, own && !repeatable, pokes);
+                self.reply(session, request, outcome, own && !repeatable, flushes);
             }
-            Event::Effect(Effect::Push { session, push, .. }) => self.push(session, push, pokes),
+            Event::Effect(Effect::Push { session, push, .. }) => self.push(session, push, flushes),
             Event::Effect(Effect::SessionEnded { session }) => {
                 if let Some(session) = self.router.get(session) {
-                    self.expel(&session, pokes);
+                    self.expel(&session, flushes);
                 }
             }
-            Event::Attached { by, request, to } => self.attach(by, request, to, pokes),
+            Event::Attached { by, request, to } => self.attach(by, request, to, flushes),
             Event::Gone { session, epoch, .. } => {
                 if let Some(session) = self.router.get(session)
                     && session.epoch.load(Ordering::SeqCst) == u64::from(epoch)
                 {
-                    self.expel(&session, pokes);
+                    self.expel(&session, flushes);
                 }
             }
             Event::Kicked { session } => {
                 if let Some(session) = self.router.get(session) {
-                    self.expel(&session, pokes);
+                    self.expel(&session, flushes);
                 }
             }
             Event::RunStarted(_)
@@ -1079,10 +1079,10 @@ impl Replicated {
     }
 
     /// The session is no longer its connection's.
-    fn expel(&self, session: &Session, pokes: &mut Pokes) {
+    fn expel(&self, session: &Session, flushes: &mut PendingFlushes) {
         if let Some(sink) = session.state.lock().sink.take() {
             sink.close();
-            pokes.add(&sink);
+            flushes.add(&sink);
         }
     }
 
@@ -1093,7 +1093,7 @@ impl Replicated {
         request: RequestId,
         outcome: Outcome,
         undo: bool,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         let Some(session) = self.router.get(id) else {
             // Its connection ended before the answer came.
@@ -1109,13 +1109,13 @@ impl Replicated {
         let told = match &state.sink {
             Some(sink) => match sink.reply(request, outcome.clone()) {
                 Pushed::First | Pushed::Urgent => {
-                    pokes.add(sink);
+                    flushes.add(sink);
                     true
                 }
                 Pushed::Behind => true,
                 Pushed::Full => {
                     sink.overflow();
-                    pokes.add(sink);
+                    flushes.add(sink);
                     false
                 }
                 Pushed::Gone => false,
@@ -1128,24 +1128,24 @@ impl Replicated {
         }
     }
 
-    fn push(&self, id: SessionId, push: Push, pokes: &mut Pokes) {
+    fn push(&self, id: SessionId, push: Push, flushes: &mut PendingFlushes) {
         let Some(session) = self.router.get(id) else { return };
         let state = session.state.lock();
         let Some(sink) = &state.sink else { return };
         match sink.push(push) {
-            Pushed::First => pokes.add(sink),
+            Pushed::First => flushes.add(sink),
             Pushed::Urgent => {
-                pokes.add_urgent(sink);
+                flushes.add_urgent(sink);
                 let sink = Arc::clone(sink);
                 drop(state);
                 drop(sink);
-                pokes.run();
+                flushes.run();
             }
             Pushed::Behind | Pushed::Gone => {}
             Pushed::Full => {
                 self.pushes_dropped.fetch_add(1, Ordering::Relaxed);
                 sink.overflow();
-                pokes.add(sink);
+                flushes.add(sink);
             }
         }
     }
@@ -1162,7 +1162,7 @@ impl Replicated {
         by: SessionId,
         request: RequestId,
         to: Option<(SessionId, u32)>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         if let Some((id, epoch)) = to
             && let Some(old) = self.router.get(id)
@@ -1171,7 +1171,7 @@ impl Replicated {
             old.epoch.store(u64::from(epoch), Ordering::SeqCst);
             if let Some(sink) = old.state.lock().sink.take() {
                 sink.hand_over();
-                pokes.add(&sink);
+                flushes.add(&sink);
             }
             self.router.remove(&old);
         }
@@ -1197,6 +1197,6 @@ impl Replicated {
                 Outcome::Done
             }
         };
-        self.reply(by, request, outcome, false, pokes);
+        self.reply(by, request, outcome, false, flushes);
     }
 }

@@ -11,7 +11,7 @@ use parking_lot::{Mutex, RwLock};
 /// The receiving end of a session: a connection of some transport.
 ///
 /// `reply` and `push` are called while a shard is locked: they only put things aside. Whoever caused them
-/// calls `poke` afterwards, when no lock is held.
+/// calls `flush` afterwards, when no lock is held.
 pub trait Sink: Send + Sync {
     /// The answer to an earlier request.
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed;
@@ -33,11 +33,11 @@ pub trait Sink: Send + Sync {
     fn api(&self) -> Api {
         Api::Line
     }
-    /// Handles what was put aside, unless somebody is at it, who will.
-    fn poke(&self);
-    /// The same for a sink that is nearly full: waits a little for whoever is at it.
-    fn poke_patiently(&self) {
-        self.poke();
+    /// Delivers what was put aside; does nothing while another thread delivers, which will see it.
+    fn flush(&self);
+    /// Delivers what was put aside by a sink that is nearly full: waits a little for a thread that delivers already.
+    fn flush_urgently(&self) {
+        self.flush();
     }
 }
 
@@ -55,11 +55,11 @@ pub enum Api {
 /// What became of something handed to a sink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pushed {
-    /// Put aside behind other things that somebody will poke for.
+    /// Put aside behind other things that somebody will flush.
     Behind,
-    /// Put aside; the sink wants a poke.
+    /// Put aside; the sink wants a flush.
     First,
-    /// Put aside; the sink wants a poke before more is handed to it.
+    /// Put aside; the sink wants a flush before more is handed to it.
     Urgent,
     /// No room for it.
     Full,
@@ -67,14 +67,14 @@ pub enum Pushed {
     Gone,
 }
 
-/// Sinks to poke once no lock is held.
+/// Sinks to flush once no lock is held.
 #[derive(Default)]
-pub struct Pokes {
+pub struct PendingFlushes {
     sinks: Vec<(Arc<dyn Sink>, bool)>,
     urgent: bool,
 }
 
-impl Pokes {
+impl PendingFlushes {
     /// None.
     #[must_use]
     pub const fn new() -> Self {
@@ -96,13 +96,13 @@ impl Pokes {
         self.urgent = true;
     }
 
-    /// Pokes them all.
+    /// Flushes them all.
     pub fn run(&mut self) {
         self.urgent = false;
         for (sink, urgent) in self.sinks.drain(..) {
-            let poke = || if urgent { sink.poke_patiently() } else { sink.poke() };
+            let flush = || if urgent { sink.flush_urgently() } else { sink.flush() };
             // One broken connection must neither keep the others from being served nor end the thread that does it.
-            if catch_unwind(AssertUnwindSafe(poke)).is_err() {
+            if catch_unwind(AssertUnwindSafe(flush)).is_err() {
                 sink.close();
             }
         }
@@ -186,11 +186,11 @@ impl Attachment {
         self.session.state.lock().label = label;
     }
 
-    /// Pokes the session's sink.
-    pub fn poke(&self) {
+    /// Flushes the session's sink.
+    pub fn flush(&self) {
         let sink = self.session.state.lock().sink.clone();
         if let Some(sink) = sink {
-            sink.poke();
+            sink.flush();
         }
     }
 

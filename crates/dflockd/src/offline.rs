@@ -146,7 +146,7 @@ fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
     let begun = offline::restore(&dir, &backup, &beginning)?;
     warn_of_risk(&begun);
     say(format!("restored: {} is the first node of a new cluster", beginning.node));
-    tell(&begun, &cluster_id(&begun.cluster));
+    print_result(&begun, &cluster_id(&begun.cluster));
     say("lost: everything that was done after the backup was made");
     say(format!(
         "next: start it with --raft-dir {} --node-id {}, then add the others with empty directories",
@@ -156,7 +156,7 @@ fn restore(matches: &ArgMatches) -> Result<ExitCode, String> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn tell(begun: &Begun, cluster: &str) {
+fn print_result(begun: &Begun, cluster: &str) {
     say(format!("cluster id: {cluster} (was {})", cluster_id(&begun.was)));
     if begun.made_at > 0 {
         let made_at = timestamp(UNIX_EPOCH + Duration::from_nanos(begun.made_at));
@@ -223,12 +223,12 @@ fn force_new(matches: &ArgMatches) -> Result<ExitCode, String> {
     }
     if dry_run {
         say("would be done: the node becomes the only one of a new cluster");
-        tell(&would, "a new one");
+        print_result(&would, "a new one");
         return Ok(ExitCode::SUCCESS);
     }
     let begun = offline::force_new(&dir, delay, false)?;
     say("done: the node is the only one of a new cluster");
-    tell(&begun, &cluster_id(&begun.cluster));
+    print_result(&begun, &cluster_id(&begun.cluster));
     say("next: start it as before, then add new nodes with empty directories");
     Ok(ExitCode::SUCCESS)
 }

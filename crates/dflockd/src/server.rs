@@ -408,7 +408,7 @@ async fn tidy(service: Arc<Service>) {
     loop {
         tokio::time::sleep(TIDY).await;
         service.forget_stats();
-        for Suppressed { peer, kind, count } in service.log_budget.settle() {
+        for Suppressed { peer, kind, count } in service.log_budget.take_suppressed() {
             let peer = peer.map(tracing::field::display);
             tracing::warn!(peer, kind, count, "log lines left out");
         }

@@ -68,13 +68,13 @@ impl Consensus {
         let last = (node.raft.term, node.raft.state);
         let (seed, election_ticks) = (config.seed, config.election_ticks);
         let mut consensus = Self { node, seed, election_ticks, campaigns: 0, last };
-        consensus.settle();
+        consensus.set_election_timeout();
         Ok(consensus)
     }
 
     /// Sets the election timeout by a function of what everybody can see, after each call into the library: its own
     /// random draws must not matter.
-    fn settle(&mut self) {
+    fn set_election_timeout(&mut self) {
         let raft = &mut self.node.raft;
         let seen = (raft.term, raft.state);
         if seen != self.last {
@@ -95,7 +95,7 @@ impl Consensus {
 
     pub(crate) fn tick(&mut self) {
         self.node.tick();
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn step(&mut self, message: Message) {
@@ -103,7 +103,7 @@ impl Consensus {
         if let Err(error) = self.node.step(message) {
             tracing::debug!(%error, "a message was not used");
         }
-        self.settle();
+        self.set_election_timeout();
     }
 
     /// Proposes entries all at once. False if they were not taken.
@@ -113,7 +113,7 @@ impl Consensus {
         let entries = payloads.into_iter().map(|data| Entry { data, ..Entry::default() });
         message.entries = entries.collect::<Vec<_>>().into();
         let taken = self.node.step(message).is_ok();
-        self.settle();
+        self.set_election_timeout();
         taken
     }
 
@@ -121,14 +121,14 @@ impl Consensus {
     pub(crate) fn propose_change(&mut self, change: &MemberChange) -> bool {
         let context = codec::encode_member_change(change).to_vec();
         let taken = self.node.propose_conf_change(context, conf_change(change)).is_ok();
-        self.settle();
+        self.set_election_timeout();
         taken
     }
 
     /// The membership has changed as an entry says.
     pub(crate) fn apply_change(&mut self, change: &MemberChange) -> raft::Result<ConfState> {
         let state = self.node.apply_conf_change(&conf_change(change));
-        self.settle();
+        self.set_election_timeout();
         state
     }
 
@@ -143,12 +143,12 @@ impl Consensus {
     /// What was ready can be read from the tail now.
     pub(crate) fn advance(&mut self, ready: Ready) {
         self.node.advance_append_async(ready);
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn persisted(&mut self, number: u64) {
         self.node.on_persist_ready(number);
-        self.settle();
+        self.set_election_timeout();
     }
 
     /// What is applied. A snapshot is at once, but for Raft only when it is written.
@@ -157,17 +157,17 @@ impl Consensus {
         if index > self.node.raft.raft_log.applied {
             self.node.advance_apply_to(index);
         }
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn read_index(&mut self, context: u64) {
         self.node.read_index(context.to_le_bytes().to_vec());
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn transfer(&mut self, to: RaftId) {
         self.node.transfer_leader(to);
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn is_transferring(&self) -> bool {
@@ -178,12 +178,12 @@ impl Consensus {
     pub(crate) fn step_down(&mut self) {
         let term = self.node.raft.term;
         self.node.raft.become_follower(term, raft::INVALID_ID);
-        self.settle();
+        self.set_election_timeout();
     }
 
     pub(crate) fn report_unreachable(&mut self, id: RaftId) {
         self.node.report_unreachable(id);
-        self.settle();
+        self.set_election_timeout();
     }
 
     /// A member has started again: what it had acknowledged may be gone with a write that its disk did not keep, so the
@@ -202,7 +202,7 @@ impl Consensus {
     pub(crate) fn report_snapshot(&mut self, id: RaftId, arrived: bool) {
         let status = if arrived { SnapshotStatus::Finish } else { SnapshotStatus::Failure };
         self.node.report_snapshot(id, status);
-        self.settle();
+        self.set_election_timeout();
     }
 
     /// The leader's process is gone: this member wants to lead after `ticks`, but no sooner than it may vote
@@ -228,7 +228,7 @@ impl Consensus {
         // There must be a time between both ends.
         while self.node.raft.randomized_election_timeout() < self.election_ticks + 2 {
             self.campaigns += 1;
-            self.settle();
+            self.set_election_timeout();
         }
         let raft = &mut self.node.raft;
         raft.election_elapsed = raft.election_elapsed.min(raft.randomized_election_timeout() - 2);

@@ -31,7 +31,7 @@ use super::{
 };
 use crate::clock::{Clock, unix_nanos};
 use crate::replicated::{Input, Inputs, Replicated};
-use crate::router::Pokes;
+use crate::router::PendingFlushes;
 
 /// Bytes of log after which a snapshot is made.
 const SNAPSHOT_BYTES: u64 = 64 << 20;
@@ -302,7 +302,7 @@ impl Seat {
     pub(crate) fn pass(
         &mut self,
         front: &Replicated,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Result<Timestamp, String> {
         let Self { seats, replica, outputs, inputs } = self;
         let began = front.clock().now();
@@ -310,7 +310,7 @@ impl Seat {
         front.feed(inputs, replica, outputs);
         replica.poll(outputs);
         front.gauges().turned(replica, began, front.clock().now());
-        seats.hand_out(replica, outputs, pokes)?;
+        seats.hand_out(replica, outputs, flushes)?;
         Ok(replica.next_deadline())
     }
 }
@@ -734,7 +734,7 @@ impl Seats {
         &self,
         replica: &mut Replica,
         outputs: &mut Outputs,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) -> Result<(), String> {
         self.desk.put(outputs.writes.drain(..).map(LogJob::Write));
         for frame in outputs.frames.drain(..) {
@@ -746,7 +746,7 @@ impl Seats {
         }
         let events = outputs.events.drain(..);
         let members_changed =
-            self.front.route(events, replica, pokes, |members| self.dial(&members));
+            self.front.route(events, replica, flushes, |members| self.dial(&members));
         if members_changed {
             self.meet(replica);
         }

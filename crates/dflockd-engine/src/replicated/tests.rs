@@ -41,7 +41,7 @@ impl Sink for Answers {
 
     fn close(&self) {}
 
-    fn poke(&self) {}
+    fn flush(&self) {}
 }
 
 impl Answers {

@@ -149,7 +149,7 @@ impl Config {
 
     /// The rules of replicated mode, if `--raft-dir` switches it on. Settles what the settings leave
     /// open: the secret of a node alone, and the heartbeat interval below a short election timeout.
-    pub(super) fn settle_cluster(&mut self) -> Result<(), ConfigError> {
+    pub(super) fn complete_cluster(&mut self) -> Result<(), ConfigError> {
         if self.raft_dir.is_none() {
             return Ok(());
         }

@@ -104,7 +104,7 @@ impl Config {
 
         let mut config = Self::resolve(Given::new(&flag, env))?;
         config.validate()?;
-        config.settle_cluster()?;
+        config.complete_cluster()?;
         // Whoever only asks whether to release at all gets the right answer for either flag.
         config.auto_release_on_disconnect = config.disconnect_policy() != AutoRelease::Lease;
         Ok(Parsed::Run(Box::new(config)))

@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use arc_swap::ArcSwap;
 use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
 use dflockd_engine::{
-    Api, Attaching, Attachment, Engine, Place, Pokes, Pushed, SessionSecret, Sink, Submitted,
+    Api, Attaching, Attachment, Engine, PendingFlushes, Place, Pushed, SessionSecret, Sink,
+    Submitted,
 };
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
@@ -74,9 +75,9 @@ impl Caller {
         let mut caller = Self::open(service, api, label);
         let id = caller.next_request();
         let mut pending = caller.expect(id, false, b"");
-        let mut pokes = Pokes::new();
-        let attaching = service.engine.attach(&caller.me, id, secret, &mut pokes);
-        pokes.run();
+        let mut flushes = PendingFlushes::new();
+        let attaching = service.engine.attach(&caller.me, id, secret, &mut flushes);
+        flushes.run();
         match attaching {
             Attaching::Done(attached) => {
                 pending.forget();
@@ -100,7 +101,7 @@ impl Caller {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let (secret, submitted) = self.service.engine.keep(&self.me, id);
-        let outcome = pending.settle(submitted).await?;
+        let outcome = pending.resolve(submitted).await?;
         if outcome == Outcome::Refused(Refusal::MaxSessions) {
             self.service.engine.keep_refused(&self.me);
             return Ok(None);
@@ -152,9 +153,9 @@ impl Caller {
         };
         // The log of a cluster is one place, so what was asked through another member is withdrawn as well.
         if let Some(place) = known.or_else(|| engine.only_place()) {
-            let mut pokes = Pokes::new();
-            engine.cancel(&self.me, request, place, &mut pokes);
-            pokes.run();
+            let mut flushes = PendingFlushes::new();
+            engine.cancel(&self.me, request, place, &mut flushes);
+            flushes.run();
         }
         known.is_some()
     }
@@ -164,7 +165,7 @@ impl Caller {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.query(&self.me, id, query);
-        pending.settle(submitted).await
+        pending.resolve(submitted).await
     }
 
     /// Answers when everything that was done before, by anybody, can be seen here.
@@ -172,17 +173,17 @@ impl Caller {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.barrier(&self.me, id);
-        pending.settle(submitted).await
+        pending.resolve(submitted).await
     }
 
     /// Ends somebody's session.
     pub(crate) async fn kick(&self, session: SessionId) -> Result<Outcome, Gone> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
-        let mut pokes = Pokes::new();
-        let submitted = self.service.engine.kick(&self.me, id, session, &mut pokes);
-        pokes.run();
-        pending.settle(submitted).await
+        let mut flushes = PendingFlushes::new();
+        let submitted = self.service.engine.kick(&self.me, id, session, &mut flushes);
+        flushes.run();
+        pending.resolve(submitted).await
     }
 
     /// Ends a session of a cluster for its client.
@@ -190,7 +191,7 @@ impl Caller {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.end(&self.me, id, session);
-        pending.settle(submitted).await
+        pending.resolve(submitted).await
     }
 
     /// The next thing the session is told; none once it is over or was too slow.
@@ -277,18 +278,18 @@ impl Caller {
     pub(crate) fn revoke(&self) {
         if !self.orderly.swap(true, Ordering::SeqCst) {
             self.desk.shut();
-            let mut pokes = Pokes::new();
+            let mut flushes = PendingFlushes::new();
             let request = self.next_request();
-            self.service.engine.end_revoked(&self.me, request, &mut pokes);
-            pokes.run();
+            self.service.engine.end_revoked(&self.me, request, &mut flushes);
+            flushes.run();
         }
     }
 
     fn end(&self, orderly: bool) {
         self.desk.shut();
-        let mut pokes = Pokes::new();
-        self.service.engine.close(&self.me, orderly, false, &mut pokes);
-        pokes.run();
+        let mut flushes = PendingFlushes::new();
+        self.service.engine.close(&self.me, orderly, false, &mut flushes);
+        flushes.run();
     }
 
     async fn submit(
@@ -298,10 +299,10 @@ impl Caller {
         command: Command<'_>,
     ) -> Result<Outcome, Gone> {
         let pending = self.expect(id, keep, command.key().unwrap_or_default());
-        let mut pokes = Pokes::new();
-        let submitted = self.service.engine.submit(&self.me, id, keep, command, &mut pokes);
-        pokes.run();
-        pending.settle(submitted).await
+        let mut flushes = PendingFlushes::new();
+        let submitted = self.service.engine.submit(&self.me, id, keep, command, &mut flushes);
+        flushes.run();
+        pending.resolve(submitted).await
     }
 
     /// Gets ready for an answer, before the question: it may come at once, from another thread.
@@ -386,7 +387,7 @@ enum Phase {
 }
 
 impl Pending<'_> {
-    async fn settle(mut self, submitted: Submitted) -> Result<Outcome, Gone> {
+    async fn resolve(mut self, submitted: Submitted) -> Result<Outcome, Gone> {
         match submitted {
             Submitted::Done(outcome) => {
                 self.forget();
@@ -408,9 +409,9 @@ impl Pending<'_> {
             if !self.keep {
                 // Nobody will ask for it again, wherever the session is now.
                 let Caller { service, me, .. } = self.caller;
-                let mut pokes = Pokes::new();
-                service.engine.cancel(me, self.id, self.place, &mut pokes);
-                pokes.run();
+                let mut flushes = PendingFlushes::new();
+                service.engine.cancel(me, self.id, self.place, &mut flushes);
+                flushes.run();
             }
             Gone
         })
@@ -440,13 +441,13 @@ impl Drop for Pending<'_> {
         if self.phase == Phase::New || self.keep {
             return;
         }
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         if unanswered {
-            service.engine.cancel(me, self.id, self.place, &mut pokes);
+            service.engine.cancel(me, self.id, self.place, &mut flushes);
         } else if let Ok(outcome) = self.receiver.try_recv() {
-            service.engine.undo(self.place, &outcome, &mut pokes);
+            service.engine.undo(self.place, &outcome, &mut flushes);
         }
-        pokes.run();
+        flushes.run();
     }
 }
 
@@ -479,44 +480,45 @@ impl Drop for Answer {
         if self.gives()
             && let Some(outcome) = &self.outcome
         {
-            let mut pokes = Pokes::new();
-            self.engine.undo(self.place, outcome, &mut pokes);
-            pokes.run();
+            let mut flushes = PendingFlushes::new();
+            self.engine.undo(self.place, outcome, &mut flushes);
+            flushes.run();
         }
     }
 }
 
 thread_local! {
-    /// What is still to be poked while this thread pokes, and only then.
-    static POKING: RefCell<Option<VecDeque<Pokes>>> = const { RefCell::new(None) };
+    /// What is still to be flushed while this thread flushes, and only then.
+    static FLUSHING: RefCell<Option<VecDeque<PendingFlushes>>> = const { RefCell::new(None) };
 }
 
-/// Pokes those who got what a session gave back. If this is called by one of them, they are poked after it: each may
-/// have to give back in turn, and thousands of them within each other would exhaust the stack.
-fn run_in_turn(mut pokes: Pokes) {
+/// Flushes the sinks that got what a session gave back. If one of them calls this, the others are flushed after it:
+/// each may have to give back in turn, and thousands of them within each other would exhaust the stack.
+fn run_in_turn(mut flushes: PendingFlushes) {
     /// Whatever happens, the next one begins anew.
     struct Done;
     impl Drop for Done {
         fn drop(&mut self) {
-            POKING.set(None);
+            FLUSHING.set(None);
         }
     }
-    let outermost = POKING.with_borrow_mut(|poking| match poking {
+    let outermost = FLUSHING.with_borrow_mut(|flushing| match flushing {
         Some(later) => {
-            later.push_back(std::mem::take(&mut pokes));
+            later.push_back(std::mem::take(&mut flushes));
             None
         }
         None => {
-            *poking = Some(VecDeque::new());
+            *flushing = Some(VecDeque::new());
             Some(Done)
         }
     });
     let Some(_done) = outermost else { return };
     loop {
-        pokes.run();
-        let next = POKING.with_borrow_mut(|poking| poking.as_mut().and_then(VecDeque::pop_front));
+        flushes.run();
+        let next =
+            FLUSHING.with_borrow_mut(|flushing| flushing.as_mut().and_then(VecDeque::pop_front));
         let Some(next) = next else { return };
-        pokes = next;
+        flushes = next;
     }
 }
 
@@ -603,7 +605,7 @@ impl Desk {
     /// Nothing more is told or answered.
     fn shut(&self) {
         self.state.lock().closed = true;
-        self.poke();
+        self.flush();
     }
 }
 
@@ -665,7 +667,7 @@ impl Sink for Desk {
         self.api
     }
 
-    fn poke(&self) {
+    fn flush(&self) {
         let mut undone = Vec::new();
         let mut answered = Vec::new();
         let mut state = self.state.lock();
@@ -696,11 +698,11 @@ impl Sink for Desk {
             }
         }
         drop(unanswered);
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         for (place, outcome) in undone {
-            self.engine.undo(place, &outcome, &mut pokes);
+            self.engine.undo(place, &outcome, &mut flushes);
         }
-        run_in_turn(pokes);
+        run_in_turn(flushes);
         self.pushed.notify_waiters();
         if closed {
             self.gone.notify_waiters();

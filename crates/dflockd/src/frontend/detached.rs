@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use dflockd_core::SessionId;
-use dflockd_engine::{Api, Attachment, Pokes};
+use dflockd_engine::{Api, Attachment, PendingFlushes};
 use parking_lot::Mutex;
 
 use crate::frontend::auth::{Pass, TokenKind};
@@ -81,9 +81,9 @@ impl Service {
             let ended = if self.engine.is_replicated() {
                 caller.end_session(id).await.is_ok()
             } else {
-                let mut pokes = Pokes::new();
-                self.engine.end_revoked(&session, caller.next_request(), &mut pokes);
-                pokes.run();
+                let mut flushes = PendingFlushes::new();
+                self.engine.end_revoked(&session, caller.next_request(), &mut flushes);
+                flushes.run();
                 true
             };
             if ended {

@@ -9,7 +9,7 @@ use dflockd::Service;
 use dflockd::config::{Config, Parsed};
 use dflockd::frontend::line::connection::{Connection, Inbox, Message};
 use dflockd_core::{Outcome, Push, RequestId, Span};
-use dflockd_engine::{Clock, Pokes, Pushed, Sink};
+use dflockd_engine::{Clock, PendingFlushes, Pushed, Sink};
 use parking_lot::Mutex;
 
 use dflockd_testkit::script::{Received, Server};
@@ -42,7 +42,7 @@ impl InProcess {
         Arc::clone(&self.peers[conn])
     }
 
-    fn act(&mut self, conn: &str, act: impl FnOnce(&mut Connection, &mut Pokes)) {
+    fn act(&mut self, conn: &str, act: impl FnOnce(&mut Connection, &mut PendingFlushes)) {
         self.peer(conn).act(act);
         self.end_what_is_over();
     }
@@ -66,7 +66,7 @@ impl Server for InProcess {
 
     fn send(&mut self, conn: &str, bytes: &[u8]) {
         for chunk in bytes.chunks(READ_BYTES) {
-            self.act(conn, |connection, pokes| connection.handle_input(chunk, pokes));
+            self.act(conn, |connection, flushes| connection.handle_input(chunk, flushes));
         }
     }
 
@@ -108,9 +108,9 @@ impl Server for InProcess {
             left -= step;
             let engine = &self.service.engine;
             engine.clock().advance(Span(u64::try_from(step.as_nanos()).expect("short")));
-            let mut pokes = Pokes::new();
-            engine.tick(&mut pokes);
-            pokes.run();
+            let mut flushes = PendingFlushes::new();
+            engine.tick(&mut flushes);
+            flushes.run();
             for peer in self.peers.values() {
                 peer.look_at_the_time(&self.service);
             }
@@ -147,20 +147,20 @@ struct Peer {
 }
 
 impl Peer {
-    fn act(&self, act: impl FnOnce(&mut Connection, &mut Pokes)) {
-        let mut pokes = Pokes::new();
+    fn act(&self, act: impl FnOnce(&mut Connection, &mut PendingFlushes)) {
+        let mut flushes = PendingFlushes::new();
         if let Some(connection) = self.talk.lock().as_mut() {
-            act(connection, &mut pokes);
+            act(connection, &mut flushes);
             if !self.inbox.is_empty() {
-                connection.handle_messages(&mut pokes);
+                connection.handle_messages(&mut flushes);
             }
-            self.write(connection, &mut pokes);
+            self.write(connection, &mut flushes);
         }
-        self.poke();
-        pokes.run();
+        self.flush();
+        flushes.run();
     }
 
-    fn write(&self, connection: &mut Connection, pokes: &mut Pokes) {
+    fn write(&self, connection: &mut Connection, flushes: &mut PendingFlushes) {
         for _ in 0..TURNS_MAX {
             if self.stalled.load(Ordering::Relaxed) {
                 return;
@@ -171,7 +171,7 @@ impl Peer {
             if !connection.has_more() {
                 return;
             }
-            connection.handle_more(pokes);
+            connection.handle_more(flushes);
         }
         panic!("the connection always has more");
     }
@@ -193,9 +193,9 @@ impl Peer {
 
     fn end(&self, service: &Service) {
         let Some(mut connection) = self.talk.lock().take() else { return };
-        let mut pokes = Pokes::new();
-        connection.end(&mut pokes);
-        pokes.run();
+        let mut flushes = PendingFlushes::new();
+        connection.end(&mut flushes);
+        flushes.run();
         service.connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -217,8 +217,8 @@ impl Sink for Peer {
         self.inbox.close();
     }
 
-    fn poke(&self) {
-        let mut pokes = Pokes::new();
+    fn flush(&self) {
+        let mut flushes = PendingFlushes::new();
         for turn in 0.. {
             assert!(turn < TURNS_MAX, "the inbox never gets empty");
             if self.inbox.is_empty() {
@@ -227,9 +227,9 @@ impl Sink for Peer {
             // Whoever has it looks into the inbox afterwards.
             let Some(mut talk) = self.talk.try_lock() else { break };
             let Some(connection) = talk.as_mut() else { break };
-            connection.handle_messages(&mut pokes);
-            self.write(connection, &mut pokes);
+            connection.handle_messages(&mut flushes);
+            self.write(connection, &mut flushes);
         }
-        pokes.run();
+        flushes.run();
     }
 }

@@ -111,7 +111,7 @@ impl Admin for Services {
         tokio::spawn(async move {
             let _permit = permit;
             let ended = tokio::select! {
-                () = tell_audit(&app, request, &sender) => return,
+                () = stream_audit(&app, request, &sender) => return,
                 () = sender.closed() => return,
                 () = app.drained() => Refused::draining(),
                 () = app.service.auth.revoked(TokenKind::Admin, pass) => {
@@ -126,7 +126,7 @@ impl Admin for Services {
 }
 
 /// Tells what was done until that is enough, or nobody listens.
-async fn tell_audit(
+async fn stream_audit(
     app: &App,
     request: AuditRequest,
     records: &mpsc::Sender<Result<AuditRecord, Status>>,

@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::tell;
+use super::gate::respond;
 use super::locks::{done, granted, renewed};
 use super::session_calls::Told as Stream;
 use super::sessions::Headed;
@@ -61,7 +61,7 @@ impl Elections for Services {
             .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
             .await?;
         let grant = granted(&told)?;
-        Ok(tell(told, CampaignResponse { grant }))
+        Ok(respond(told, CampaignResponse { grant }))
     }
 
     async fn proclaim(

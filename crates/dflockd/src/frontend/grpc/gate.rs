@@ -62,7 +62,7 @@ pub(super) fn hold<T: Message>(mut room: Reserved, message: T) -> Response<T> {
 }
 
 /// Tells what a command came to.
-pub(super) fn tell<T>(told: Told, message: T) -> Response<T> {
+pub(super) fn respond<T>(told: Told, message: T) -> Response<T> {
     let mut response = Response::new(message);
     if let Told::Answer(answer) = told
         && answer.gives()

@@ -19,7 +19,7 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::tell;
+use super::gate::respond;
 use super::sessions::Told;
 use super::views::{self, Names, millis};
 use super::{Services, budget, fields, fitting, open};
@@ -47,7 +47,7 @@ impl Locks for Services {
             .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
             .await?;
         let grant = granted(&told)?;
-        Ok(tell(told, AcquireResponse { grant }))
+        Ok(respond(told, AcquireResponse { grant }))
     }
 
     async fn try_acquire(
@@ -64,7 +64,7 @@ impl Locks for Services {
             .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
             .await?;
         let grant = granted(&told)?;
-        Ok(tell(told, AcquireResponse { grant }))
+        Ok(respond(told, AcquireResponse { grant }))
     }
 
     async fn release(
@@ -112,7 +112,7 @@ impl Locks for Services {
         let told =
             client.execute(Command::Enqueue(command::Enqueue { key, mode, lease, salt })).await?;
         let grant = granted(&told)?;
-        Ok(tell(told, EnqueueResponse { grant }))
+        Ok(respond(told, EnqueueResponse { grant }))
     }
 
     async fn wait(&self, request: Request<WaitRequest>) -> Result<Response<WaitResponse>, Status> {
@@ -123,7 +123,7 @@ impl Locks for Services {
         let client = self.0.member(peer, &request).await?;
         let told = client.execute(Command::Wait(command::Wait { key, space, wait })).await?;
         let grant = granted(&told)?;
-        Ok(tell(told, WaitResponse { grant }))
+        Ok(respond(told, WaitResponse { grant }))
     }
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListResponse>, Status> {

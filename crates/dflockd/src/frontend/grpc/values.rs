@@ -21,7 +21,7 @@ use dflockd_wire::grpc::{
 use tonic::{Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::{hold, tell};
+use super::gate::{hold, respond};
 use super::locks::done;
 use super::{App, Services, budget, fields, open};
 use crate::service::ANSWER_BYTES_MAX;
@@ -173,7 +173,7 @@ impl Lists for Services {
             Outcome::Empty | Outcome::Timeout => None,
             other => return Err(Refused::by(other).into()),
         };
-        Ok(tell(told, PopResponse { item }))
+        Ok(respond(told, PopResponse { item }))
     }
 
     async fn length(

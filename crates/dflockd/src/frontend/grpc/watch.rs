@@ -60,7 +60,7 @@ impl Watch for Services {
         tokio::spawn(async move {
             let _permit = permit;
             let told = tokio::select! {
-                told = tell(&app, follower, &filter, &sender) => told,
+                told = stream_changes(&app, follower, &filter, &sender) => told,
                 () = sender.closed() => return,
                 () = app.drained() => Err(Refused::draining()),
             };
@@ -78,7 +78,7 @@ fn compacted(upto: Revision) -> Refused {
 }
 
 /// Tells changes until nobody listens.
-async fn tell(
+async fn stream_changes(
     app: &App,
     mut follower: Follower,
     filter: &Filter,

@@ -81,7 +81,7 @@ impl Cors {
 }
 
 impl Allowed {
-    pub(crate) fn tell(self, response: &mut Response) {
+    pub(crate) fn add_headers(self, response: &mut Response) {
         let headers = response.headers_mut();
         if self.origin != "*" {
             headers.append(VARY, HeaderValue::from_static("Origin"));
@@ -112,7 +112,7 @@ mod tests {
         });
         let mut response = preflight();
         if let Some(allowed) = Cors::new(&origins).allowed(&headers.collect()) {
-            allowed.tell(&mut response);
+            allowed.add_headers(&mut response);
         }
         let mut told: Vec<_> = response
             .headers()

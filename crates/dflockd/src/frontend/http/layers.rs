@@ -248,7 +248,7 @@ impl Future for Passing {
         let no_store = HeaderValue::from_static("no-store");
         response.headers_mut().entry(CACHE_CONTROL).or_insert(no_store);
         if let Some(allowed) = this.allowed.take() {
-            allowed.tell(&mut response);
+            allowed.add_headers(&mut response);
         }
         let template = this.template.as_ref().map(MatchedPath::as_str);
         let (status, took) = (response.status(), this.begun.elapsed());

@@ -20,7 +20,7 @@ use dflockd_core::{
     Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
 use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::{Api, Attachment, Place, Pokes, Submitted};
+use dflockd_engine::{Api, Attachment, PendingFlushes, Place, Submitted};
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 
 use self::greeting::Greeting;
@@ -247,7 +247,7 @@ impl Connection {
     }
 
     /// Bytes from the client.
-    pub fn handle_input(&mut self, bytes: &[u8], pokes: &mut Pokes) {
+    pub fn handle_input(&mut self, bytes: &[u8], flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
         self.look_at_pass();
         if matches!(self.phase, Phase::Closing(_) | Phase::Over) {
@@ -257,11 +257,11 @@ impl Connection {
             return self.arm();
         }
         if self.pending.is_empty() {
-            let used = self.execute(bytes, pokes);
+            let used = self.execute(bytes, flushes);
             self.pending.extend_from_slice(&bytes[used..]);
         } else {
             self.pending.extend_from_slice(bytes);
-            self.resume(pokes);
+            self.resume(flushes);
         }
         let replicated = self.service.engine.is_replicated();
         if self.is_blocked() && self.pending.len() >= UNREAD_MAX && !replicated {
@@ -302,14 +302,14 @@ impl Connection {
     }
 
     /// Handles what others left in the inbox.
-    pub fn handle_messages(&mut self, pokes: &mut Pokes) {
+    pub fn handle_messages(&mut self, flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
         self.look_at_pass();
         let ending = self.inbox.ending.swap(false, Ordering::AcqRel);
         if self.revoked.is_some() {
             // Nothing more is told, so nothing is given either.
             let untold = self.inbox.take();
-            self.give_back(untold, pokes);
+            self.give_back(untold, flushes);
             return self.arm();
         }
         if ending && self.inbox.overflowed.load(Ordering::Relaxed) {
@@ -328,17 +328,17 @@ impl Connection {
             self.close();
         }
         if had_messages {
-            self.resume(pokes);
+            self.resume(flushes);
         }
         self.arm();
     }
 
     /// An instant that [`Connection::next_deadline`] named may have come.
-    pub fn handle_time(&mut self, pokes: &mut Pokes) {
+    pub fn handle_time(&mut self, flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
         let now = self.now;
         if self.again_at().is_some_and(|at| at <= now) {
-            self.ask_again(pokes);
+            self.ask_again(flushes);
         }
         let due = |deadline: Option<Timestamp>| deadline.is_some_and(|at| at <= now);
         if due(self.deadlines.write) {
@@ -372,7 +372,7 @@ impl Connection {
 
     /// The server is shutting down: waits end, and so does the connection if it had one, or if it has nothing that
     /// keeps it.
-    pub fn handle_drain(&mut self, pokes: &mut Pokes) {
+    pub fn handle_drain(&mut self, flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
         if self.undecided.take_if(|undecided| undecided.again_at.is_some()).is_some() {
             self.refuse_for_drain(None);
@@ -402,7 +402,7 @@ impl Connection {
                     self.take_open(request);
                 }
                 // What comes of it arrives in the inbox, behind a log later: the end of the wait, or what came first.
-                Some(place) => self.service.engine.cancel(&self.me, request, place, pokes),
+                Some(place) => self.service.engine.cancel(&self.me, request, place, flushes),
                 None => {
                     self.take_open(request);
                     let number = self.number_of(request);
@@ -440,45 +440,45 @@ impl Connection {
     }
 
     /// Ends the session, or leaves it to be attached again. To be called once, when the connection is over.
-    pub fn end(&mut self, pokes: &mut Pokes) {
+    pub fn end(&mut self, flushes: &mut PendingFlushes) {
         self.phase = Phase::Over;
         let engine = Arc::clone(&self.service.engine);
         let left = self.inbox.shut();
         // What a numbered request of a kept session came to is told when it is repeated.
         if !(self.kept && self.numbered) {
             for (_, place, outcome) in self.unwritten.drain(..) {
-                engine.undo(place, &outcome, pokes);
+                engine.undo(place, &outcome, flushes);
             }
-            self.give_back(left, pokes);
+            self.give_back(left, flushes);
             // Nobody could ever claim what comes of it; places taken by an enqueue stay.
             if self.kept
                 && let Some((request, Open { place: Some(place), .. })) = self.blocked
             {
-                engine.cancel(&self.me, request, place, pokes);
+                engine.cancel(&self.me, request, place, flushes);
             }
         }
         // It may end by itself just when its token is dropped.
         let is_valid = self.service.auth.is_valid(TokenKind::Client, self.pass);
         if self.revoked.is_some() || self.kept && !is_valid {
             let request = self.request_id(None);
-            engine.end_revoked(&self.me, request, pokes);
+            engine.end_revoked(&self.me, request, flushes);
         } else {
             if self.kept {
                 self.service.detached.note(&self.me, self.pass);
             }
-            engine.close(&self.me, self.input_ended, self.has_reference, pokes);
+            engine.close(&self.me, self.input_ended, self.has_reference, flushes);
         }
     }
 
     /// Undoes what was granted in answers that nobody will be told. What a numbered request of a kept session came to
     /// goes with the session.
-    fn give_back(&mut self, untold: VecDeque<Message>, pokes: &mut Pokes) {
+    fn give_back(&mut self, untold: VecDeque<Message>, flushes: &mut PendingFlushes) {
         for message in untold {
             if let Message::Reply(request, outcome) = message
                 && let Some(Open { place: Some(place), .. }) = self.take_open(request)
                 && !(self.kept && self.numbered)
             {
-                self.service.engine.undo(place, &outcome, pokes);
+                self.service.engine.undo(place, &outcome, flushes);
             }
         }
     }
@@ -532,10 +532,10 @@ impl Connection {
     }
 
     /// Handles what was held back.
-    pub fn handle_more(&mut self, pokes: &mut Pokes) {
+    pub fn handle_more(&mut self, flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
         self.print_messages();
-        self.resume(pokes);
+        self.resume(flushes);
         self.arm();
     }
 
@@ -608,13 +608,13 @@ impl Connection {
     }
 
     /// Executes the requests in the pending input.
-    fn resume(&mut self, pokes: &mut Pokes) {
+    fn resume(&mut self, flushes: &mut PendingFlushes) {
         if self.pending.is_empty() {
             self.held_back = false;
             return;
         }
         let mut pending = std::mem::take(&mut self.pending);
-        let used = self.execute(&pending, pokes);
+        let used = self.execute(&pending, flushes);
         if used < pending.len() {
             pending.drain(..used);
             self.pending = pending;
@@ -622,7 +622,7 @@ impl Connection {
     }
 
     /// Executes the requests at the start of `input` and returns how many bytes they had.
-    fn execute(&mut self, input: &[u8], pokes: &mut Pokes) -> usize {
+    fn execute(&mut self, input: &[u8], flushes: &mut PendingFlushes) -> usize {
         let mut used = 0;
         self.held_back = false;
         while self.can_execute() {
@@ -630,14 +630,14 @@ impl Connection {
                 Decoded::Frame { frame, used: bytes } => {
                     let text = &input[used..used + bytes];
                     used += bytes;
-                    self.handle_frame(&frame, pokes);
+                    self.handle_frame(&frame, flushes);
                     if self.is_blocked()
                         && let Some(undecided) = &mut self.undecided
                     {
                         undecided.keep(text);
                     }
-                    if pokes.is_urgent() {
-                        self.relieve(pokes);
+                    if flushes.is_urgent() {
+                        self.relieve(flushes);
                     }
                 }
                 Decoded::Incomplete => break,
@@ -687,8 +687,8 @@ impl Connection {
     }
 
     /// Serves the readers of what this connection sends before their queues are full.
-    fn relieve(&mut self, pokes: &mut Pokes) {
-        pokes.run();
+    fn relieve(&mut self, flushes: &mut PendingFlushes) {
+        flushes.run();
         // It may be its own reader.
         self.print_messages();
     }
@@ -738,7 +738,7 @@ impl Connection {
         }
     }
 
-    fn handle_frame(&mut self, frame: &Frame<'_>, pokes: &mut Pokes) {
+    fn handle_frame(&mut self, frame: &Frame<'_>, flushes: &mut PendingFlushes) {
         self.frames += 1;
         let op = Op::parse(frame.command);
         if self.phase == Phase::Stranger {
@@ -763,7 +763,7 @@ impl Connection {
         match Request::parse(op, frame, self.unit) {
             Ok(request) => {
                 self.service.metrics.line_request(op);
-                self.handle_request(op, frame.number, &request, pokes);
+                self.handle_request(op, frame.number, &request, flushes);
             }
             Err(error) => self.reject(frame.number, error),
         }
@@ -817,7 +817,7 @@ impl Connection {
         op: Op,
         number: Option<u64>,
         request: &Request<'_>,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         match self.check_served(op) {
             Ok(()) => {}
@@ -859,22 +859,22 @@ impl Connection {
                 let given = command.key().filter(|_| command.may_give());
                 let place = given.map(|key| self.service.engine.place(key));
                 let keep = self.kept && self.numbered;
-                let submitted = self.service.engine.submit(&self.me, id, keep, command, pokes);
+                let submitted = self.service.engine.submit(&self.me, id, keep, command, flushes);
                 self.audit(request, &submitted);
-                self.settle(op, id, number, place, submitted);
+                self.resolve(op, id, number, place, submitted);
             }
             Asked::Query(query) => {
                 self.set_time_to_decide(None);
                 let submitted = self.service.engine.query(&self.me, id, query);
-                self.settle(op, id, number, None, submitted);
+                self.resolve(op, id, number, None, submitted);
             }
             Asked::NotHeld => self.respond(number, &Response::Error(ErrorCode::Error)),
-            Asked::Connection => self.handle_own(op, id, number, request, was_fresh, pokes),
+            Asked::Connection => self.handle_own(op, id, number, request, was_fresh, flushes),
         }
     }
 
     /// Answers a request, or waits for its answer.
-    fn settle(
+    fn resolve(
         &mut self,
         op: Op,
         id: RequestId,
@@ -912,7 +912,7 @@ impl Connection {
         number: Option<u64>,
         request: &Request<'_>,
         was_fresh: bool,
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         let refused = Response::Error(ErrorCode::Error);
         match *request {
@@ -920,7 +920,7 @@ impl Connection {
             Request::Barrier => {
                 self.set_time_to_decide(None);
                 let submitted = self.service.engine.barrier(&self.me, id);
-                self.settle(op, id, number, None, submitted);
+                self.resolve(op, id, number, None, submitted);
             }
             Request::StableRef { .. } => {
                 let first = !std::mem::replace(&mut self.has_reference, true);
@@ -928,7 +928,7 @@ impl Connection {
             }
             Request::Hello { name, ref words } => {
                 if was_fresh && !self.greeted {
-                    self.greet(id, number, name, words, pokes);
+                    self.greet(id, number, name, words, flushes);
                 } else {
                     self.respond(number, &refused);
                 }
@@ -961,14 +961,14 @@ impl Connection {
                 let cancelled = RequestId(cancelled);
                 let open = self.open.as_ref().and_then(|open| open.get(&cancelled));
                 if let Some(&Open { place: Some(place), .. }) = open {
-                    self.service.engine.cancel(&self.me, cancelled, place, pokes);
+                    self.service.engine.cancel(&self.me, cancelled, place, flushes);
                 }
                 self.respond(number, &Response::Ok);
             }
             Request::Ack { number: up_to } if self.numbered => {
                 let command =
                     Command::Acknowledge(command::Acknowledge { up_to: RequestId(up_to) });
-                if self.service.engine.submit(&self.me, id, false, command, pokes)
+                if self.service.engine.submit(&self.me, id, false, command, flushes)
                     == Submitted::Gone
                 {
                     return self.close();
@@ -976,10 +976,10 @@ impl Connection {
                 self.respond(number, &Response::Ok);
             }
             Request::EndSession { session, reason, .. } => {
-                let submitted = self.service.engine.kick(&self.me, id, SessionId(session), pokes);
+                let submitted = self.service.engine.kick(&self.me, id, SessionId(session), flushes);
                 let event = AuditEvent::EndSession { session };
                 self.service.audit.note(&self.by(), event, reason, known(&submitted));
-                self.settle(op, id, number, None, submitted);
+                self.resolve(op, id, number, None, submitted);
             }
             Request::Cluster { verb, json, .. } => {
                 let backup = Arc::clone(self.backup.get_or_insert_default());
@@ -1037,7 +1037,7 @@ impl Connection {
         pool.run(Box::new(move || {
             if !inbox.is_closed() {
                 inbox.put(Message::Text(request, make(&service)));
-                me.poke();
+                me.flush();
             }
         }));
     }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use dflockd_core::{Outcome, Push, RequestId};
-use dflockd_engine::{Clock, Pokes, Pushed, Sink};
+use dflockd_engine::{Clock, PendingFlushes, Pushed, Sink};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
 
@@ -42,7 +42,7 @@ impl LocalServer {
         let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".into());
         let mut talk = Talk(connection);
         let connection = &mut talk.0;
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         let mut input = vec![0; 16 * 1024];
         while !connection.is_over() {
             if !connection.output().is_empty() {
@@ -52,8 +52,8 @@ impl LocalServer {
                 continue;
             }
             if connection.has_more() {
-                connection.handle_more(&mut pokes);
-                pokes.run();
+                connection.handle_more(&mut flushes);
+                flushes.run();
                 continue;
             }
             let clock = self.service.engine.clock();
@@ -67,13 +67,13 @@ impl LocalServer {
             tokio::select! {
                 read = stream.read(&mut input), if connection.wants_input() => match read {
                     Ok(0) => connection.handle_end_of_input(),
-                    Ok(count) => connection.handle_input(&input[..count], &mut pokes),
+                    Ok(count) => connection.handle_input(&input[..count], &mut flushes),
                     Err(_) => break,
                 },
-                () = client.poked.notified() => connection.handle_messages(&mut pokes),
-                () = deadline => connection.handle_time(&mut pokes),
+                () = client.flushed.notified() => connection.handle_messages(&mut flushes),
+                () = deadline => connection.handle_time(&mut flushes),
             }
-            pokes.run();
+            flushes.run();
         }
     }
 }
@@ -83,9 +83,9 @@ struct Talk(Connection);
 
 impl Drop for Talk {
     fn drop(&mut self) {
-        let mut pokes = Pokes::new();
-        self.0.end(&mut pokes);
-        pokes.run();
+        let mut flushes = PendingFlushes::new();
+        self.0.end(&mut flushes);
+        flushes.run();
     }
 }
 
@@ -98,7 +98,7 @@ impl Drop for LocalServer {
 #[derive(Default)]
 struct LocalClient {
     inbox: Arc<Inbox>,
-    poked: Notify,
+    flushed: Notify,
 }
 
 impl Sink for LocalClient {
@@ -118,7 +118,7 @@ impl Sink for LocalClient {
         self.inbox.close();
     }
 
-    fn poke(&self) {
-        self.poked.notify_one();
+    fn flush(&self) {
+        self.flushed.notify_one();
     }
 }

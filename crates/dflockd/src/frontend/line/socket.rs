@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_core::{Outcome, Push, RequestId, Timestamp};
-use dflockd_engine::{Pokes, Pushed, Sink};
+use dflockd_engine::{PendingFlushes, Pushed, Sink};
 use mio::net::TcpStream;
 use parking_lot::Mutex;
 use rustls::{ServerConfig, ServerConnection};
@@ -126,11 +126,11 @@ impl Sink for ClientSocket {
         self.inbox.cut();
     }
 
-    fn poke(&self) {
+    fn flush(&self) {
         self.attend(Duration::ZERO);
     }
 
-    fn poke_patiently(&self) {
+    fn flush_urgently(&self) {
         // Not for ever: it may be waiting for us.
         self.attend(PATIENCE);
     }
@@ -183,27 +183,27 @@ impl ClientSocket {
 
     /// Does what there is to do. Called by the worker only.
     pub(super) fn turn(&self, cause: Cause, buffer: &mut [u8]) -> Next {
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         let next = {
             let mut talk = self.talk.lock();
             let Some(talk) = talk.as_mut() else { return Next::End };
             talk.called = false;
             self.with_output(talk, |talk| {
-                self.act(talk, cause, buffer, &mut pokes);
+                self.act(talk, cause, buffer, &mut flushes);
                 // Before the own answer is written: who gets the lock has waited longer than who gave it back.
-                pokes.run();
+                flushes.run();
                 if !self.inbox.is_empty() {
-                    talk.connection.handle_messages(&mut pokes);
+                    talk.connection.handle_messages(&mut flushes);
                 }
             });
             talk.next()
         };
-        self.serve(&mut pokes, Duration::ZERO);
-        pokes.run();
+        self.serve(&mut flushes, Duration::ZERO);
+        flushes.run();
         next
     }
 
-    fn act(&self, talk: &mut Talk, cause: Cause, buffer: &mut [u8], pokes: &mut Pokes) {
+    fn act(&self, talk: &mut Talk, cause: Cause, buffer: &mut [u8], flushes: &mut PendingFlushes) {
         match cause {
             Cause::Socket { readable: false, .. } | Cause::Called => {}
             Cause::Socket { last: true, .. } => talk.unread = Unread::TheLast,
@@ -213,18 +213,18 @@ impl ClientSocket {
             Cause::Socket { .. } => {}
             Cause::Time => {
                 talk.looks_at = Timestamp::NEVER;
-                talk.handle_time(self.worker.service().engine.clock().now(), pokes);
+                talk.handle_time(self.worker.service().engine.clock().now(), flushes);
             }
-            Cause::Drain => talk.connection.handle_drain(pokes),
+            Cause::Drain => talk.connection.handle_drain(flushes),
             Cause::Revoke => talk.connection.handle_revoke(),
         }
         if talk.unread != Unread::Nothing && !talk.broken && talk.connection.wants_input() {
-            self.read(talk, buffer, pokes);
+            self.read(talk, buffer, flushes);
         }
     }
 
     /// Reads once: what comes after a read that did not fill the buffer is announced.
-    fn read(&self, talk: &mut Talk, buffer: &mut [u8], pokes: &mut Pokes) {
+    fn read(&self, talk: &mut Talk, buffer: &mut [u8], flushes: &mut PendingFlushes) {
         match (&self.socket).read(buffer) {
             Ok(0) => {
                 talk.unread = Unread::Nothing;
@@ -234,7 +234,7 @@ impl ClientSocket {
                 if count < buffer.len() && talk.unread == Unread::Something {
                     talk.unread = Unread::Nothing;
                 }
-                self.handle_input(talk, &buffer[..count], pokes);
+                self.handle_input(talk, &buffer[..count], flushes);
             }
             Err(error) if error.kind() == ErrorKind::WouldBlock => talk.unread = Unread::Nothing,
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -242,10 +242,10 @@ impl ClientSocket {
         }
     }
 
-    fn handle_input(&self, talk: &mut Talk, bytes: &[u8], pokes: &mut Pokes) {
+    fn handle_input(&self, talk: &mut Talk, bytes: &[u8], flushes: &mut PendingFlushes) {
         if talk.tls.is_none() {
-            talk.connection.handle_input(bytes, pokes);
-        } else if let Err(error) = talk.decrypt(bytes, pokes) {
+            talk.connection.handle_input(bytes, flushes);
+        } else if let Err(error) = talk.decrypt(bytes, flushes) {
             tracing::debug!(conn = talk.connection.id().0, %error, "TLS failed");
             // The alert, if the socket takes it.
             let _ = self.write(talk);
@@ -256,21 +256,21 @@ impl ClientSocket {
     /// Handles what others left in the inbox, and then what comes of that for others.
     fn attend(&self, patience: Duration) {
         let Some(_deeper) = Deeper::go() else { return self.worker.order(Order::Look(self.slot)) };
-        let mut pokes = Pokes::new();
-        self.serve(&mut pokes, patience);
-        pokes.run();
+        let mut flushes = PendingFlushes::new();
+        self.serve(&mut flushes, patience);
+        flushes.run();
     }
 
     /// Handles what others left in the inbox, unless somebody is at it for longer than `patience`, who will:
     /// everybody who had the mutex looks into the inbox once more after giving it back.
-    fn serve(&self, pokes: &mut Pokes, patience: Duration) {
+    fn serve(&self, flushes: &mut PendingFlushes, patience: Duration) {
         while !self.inbox.is_empty() {
             let Some(mut talk) = self.talk.try_lock_for(patience) else { return };
             let Some(talk) = talk.as_mut() else { return };
             if talk.is_over() {
                 return;
             }
-            self.with_output(talk, |talk| talk.connection.handle_messages(pokes));
+            self.with_output(talk, |talk| talk.connection.handle_messages(flushes));
             if talk.needs_its_worker() && !talk.called {
                 talk.called = true;
                 self.worker.order(Order::Look(self.slot));
@@ -285,17 +285,17 @@ impl ClientSocket {
         // It may still have one of its own, which is taken back from it in the end.
         keep_spare(std::mem::take(&mut buffer));
         act(talk);
-        self.flush(talk);
+        self.write_output(talk);
         talk.connection.return_output(&mut buffer);
         keep_spare(buffer);
     }
 
     /// Writes as much as the socket takes. Requests that waited only for that are executed.
-    fn flush(&self, talk: &mut Talk) {
-        let mut pokes = Pokes::new();
+    fn write_output(&self, talk: &mut Talk) {
+        let mut flushes = PendingFlushes::new();
         while !talk.broken {
             match self.write(talk) {
-                Ok(()) if talk.connection.has_more() => talk.connection.handle_more(&mut pokes),
+                Ok(()) if talk.connection.has_more() => talk.connection.handle_more(&mut flushes),
                 Ok(()) => break,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) => {
@@ -304,7 +304,7 @@ impl ClientSocket {
                 }
             }
         }
-        pokes.run();
+        flushes.run();
     }
 
     fn write(&self, talk: &mut Talk) -> io::Result<()> {
@@ -341,7 +341,7 @@ impl ClientSocket {
 
     /// Ends the session; true if the client should see an orderly end.
     pub(super) fn end(&self) -> bool {
-        let mut pokes = Pokes::new();
+        let mut flushes = PendingFlushes::new();
         let Some(mut talk) = self.talk.lock().take() else { return false };
         let orderly = talk.connection.ends_orderly() && !talk.broken;
         if let Some(tls) = &mut talk.tls
@@ -350,8 +350,8 @@ impl ClientSocket {
             tls.session.send_close_notify();
             let _ = tls.session.write_tls(&mut Socket(self));
         }
-        talk.connection.end(&mut pokes);
-        pokes.run();
+        talk.connection.end(&mut flushes);
+        flushes.run();
         if orderly {
             let _ = self.socket.shutdown(Shutdown::Write);
         }
@@ -399,19 +399,19 @@ impl Talk {
         if self.can_read() { Next::Again(self.looks_at) } else { Next::Wait(self.looks_at) }
     }
 
-    fn handle_time(&mut self, now: Timestamp, pokes: &mut Pokes) {
+    fn handle_time(&mut self, now: Timestamp, flushes: &mut PendingFlushes) {
         if let Some(tls) = &self.tls
             && tls.handshake_until.is_some_and(|until| until <= now)
         {
             self.broken = true;
         }
         if self.connection.next_deadline().is_some_and(|at| at <= now) {
-            self.connection.handle_time(pokes);
+            self.connection.handle_time(flushes);
         }
     }
 
     /// Passes encrypted input through TLS to the connection.
-    fn decrypt(&mut self, mut bytes: &[u8], pokes: &mut Pokes) -> io::Result<()> {
+    fn decrypt(&mut self, mut bytes: &[u8], flushes: &mut PendingFlushes) -> io::Result<()> {
         while !bytes.is_empty() {
             let Self { connection, tls, .. } = self;
             let Some(tls) = tls else { return Ok(()) };
@@ -425,7 +425,7 @@ impl Talk {
             let mut plain = vec![0; state.plaintext_bytes_to_read()];
             tls.session.reader().read_exact(&mut plain)?;
             if !plain.is_empty() {
-                connection.handle_input(&plain, pokes);
+                connection.handle_input(&plain, flushes);
             }
             if state.peer_has_closed() {
                 connection.handle_end_of_input();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use dflockd_core::{Outcome, RequestId};
-use dflockd_engine::{Attaching, Attachment, Pokes, SessionSecret, Submitted};
+use dflockd_engine::{Attaching, Attachment, PendingFlushes, SessionSecret, Submitted};
 use dflockd_wire::{ErrorCode, Op, Response, Unit};
 
 use super::Connection;
@@ -28,7 +28,7 @@ impl Connection {
         number: Option<u64>,
         name: &str,
         words: &[&str],
-        pokes: &mut Pokes,
+        flushes: &mut PendingFlushes,
     ) {
         self.me.set_label(name.into());
         let engine = Arc::clone(&self.service.engine);
@@ -37,7 +37,7 @@ impl Connection {
         if let Some(digits) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
             greeting.session = Some(format!("attach={digits}"));
             let attaching = match parse_secret(digits) {
-                Some(secret) => engine.attach(&self.me, id, secret, pokes),
+                Some(secret) => engine.attach(&self.me, id, secret, flushes),
                 None => Attaching::Done(None),
             };
             match attaching {

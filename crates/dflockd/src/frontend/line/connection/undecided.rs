@@ -2,7 +2,7 @@
 //! `error`, which may also mean "not held", so the connection asks again for them.
 
 use dflockd_core::{Command, Outcome, Refusal, Span, Timestamp};
-use dflockd_engine::Pokes;
+use dflockd_engine::PendingFlushes;
 use dflockd_wire::{Decoded, Decoder, Op, Request};
 
 use super::Connection;
@@ -67,7 +67,7 @@ impl Connection {
     }
 
     /// Asks for what nobody could decide before, and goes on with what came behind it once it is decided.
-    pub(super) fn ask_again(&mut self, pokes: &mut Pokes) {
+    pub(super) fn ask_again(&mut self, flushes: &mut PendingFlushes) {
         let Some(undecided) = &mut self.undecided else { return };
         let text = std::mem::take(&mut undecided.frame);
         (undecided.again_at, undecided.is_again) = (None, true);
@@ -76,12 +76,12 @@ impl Connection {
             && let Some(op) = Op::parse(frame.command)
             && let Ok(request) = Request::parse(op, &frame, self.unit)
         {
-            self.handle_request(op, None, &request, pokes);
+            self.handle_request(op, None, &request, flushes);
         }
         if let Some(undecided) = &mut self.undecided {
             undecided.is_again = false;
             undecided.frame = text;
         }
-        self.resume(pokes);
+        self.resume(flushes);
     }
 }
