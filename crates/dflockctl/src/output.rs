@@ -120,7 +120,7 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
     clean(&String::from_utf8_lossy(bytes))
 }
 
-/// The same for text.
+/// Text for people: control characters would move the cursor of their terminal.
 pub(crate) fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }

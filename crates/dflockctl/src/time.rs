@@ -19,7 +19,7 @@ pub(crate) fn parse(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(number * seconds).map_err(|_| explain())
 }
 
-/// The same, but nothing is no length.
+/// Reads a length of time of at least a millisecond.
 pub(crate) fn parse_some(text: &str) -> Result<Duration, String> {
     let duration = parse(text)?;
     if duration < Duration::from_millis(1) {

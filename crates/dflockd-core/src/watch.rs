@@ -136,20 +136,20 @@ mod tests {
         send(&mut common, 1, Command::Subscribe(command::Subscribe { to: watch(b">") }));
         send(&mut common, 1, Command::Subscribe(command::Subscribe { to: watch(b">") }));
         assert_eq!(shared.wild_watches(), 3);
-        assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
+        assert_eq!(send(&mut keys, 9, change), [one, two]);
         // The watch of a key is its store's; it is the same push.
         send(&mut keys, 1, Command::Subscribe(command::Subscribe { to: watch(b"a.b") }));
-        assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
+        assert_eq!(send(&mut keys, 9, change), [one, two]);
         assert_eq!(watches.0.read().unwrap().channels().len(), 2);
 
         send(&mut common, 1, Command::Detach { until: Timestamp(5) });
         send(&mut keys, 1, Command::Detach { until: Timestamp(5) });
-        assert_eq!(send(&mut keys, 9, change.clone()), [two]);
+        assert_eq!(send(&mut keys, 9, change), [two]);
         send(&mut common, 1, Command::Attach);
-        assert_eq!(send(&mut keys, 9, change.clone()), [one, two]);
+        assert_eq!(send(&mut keys, 9, change), [one, two]);
         send(&mut common, 2, Command::Unsubscribe(command::Unsubscribe { from: watch(b"a.*") }));
         send(&mut common, 2, Command::Unsubscribe(command::Unsubscribe { from: watch(b"a.*") }));
-        assert_eq!(send(&mut keys, 9, change.clone()), [one]);
+        assert_eq!(send(&mut keys, 9, change), [one]);
         send(&mut common, 1, Command::EndSession { release: true, forced: false });
         assert_eq!(send(&mut keys, 9, change), []);
         assert_eq!(shared.wild_watches(), 0);

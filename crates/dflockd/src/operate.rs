@@ -1,8 +1,9 @@
 //! What operators do, by whatever API, each action once: [`perform`], [`end_hold`], [`end_session`]. All is audited.
 //!
-//! And the command `cluster` of the line protocol, which asks for it in JSON. Every change needs a reason. Any member
-//! takes a request; what concerns the cluster is decided by its leader, what concerns a node by that node. The answer
-//! is always an object: `done`, and `why` not, or what was asked for.
+//! And the command `cluster` of the line protocol, which asks for it in JSON. Changes over lines and gRPC need a
+//! reason; HTTP adds and removes members without one. Any member takes a request; what concerns the cluster is decided
+//! by its leader, what concerns a node by that node. The answer is always an object: `done`, and `why` not, or what was
+//! asked for.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

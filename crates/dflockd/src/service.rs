@@ -124,7 +124,7 @@ impl Service {
         Self::around(config, engine, background)
     }
 
-    /// The same around an engine that is there.
+    /// What connections share, around an engine that is there.
     pub(crate) fn around(
         config: &Config,
         engine: Engine,

@@ -479,7 +479,7 @@ impl Run {
                 else {
                     return Ok(());
                 };
-                let (request, command) = (*request, command.clone());
+                let (request, command) = (*request, *command);
                 self.advance(*advance);
                 self.apply(Caller { session, request, keep }, command).map(|_| ())
             }
@@ -501,7 +501,7 @@ impl Run {
         let Client { session, keep, .. } = self.clients[client];
         let last = self.clients[client].last_request();
         let command = match act {
-            Act::Fixed(command) => command.clone(),
+            Act::Fixed(command) => *command,
             Act::Release { hold, resign } => {
                 let Some((space, key, token)) = self.pick(*hold) else { return Ok(()) };
                 Command::Release(command::Release { key, space, token, resign: *resign })
@@ -555,7 +555,7 @@ impl Run {
         let is_answered = is_answered(&command);
         let request = RequestId(if is_answered { last + 1 } else { 0 });
         if is_answered {
-            self.clients[client].requests.push((request, command.clone()));
+            self.clients[client].requests.push((request, command));
         }
         let ends = matches!(command, Command::EndSession { .. } | Command::Orphan { .. });
         self.apply(Caller { session, request, keep }, command)?;
@@ -603,7 +603,7 @@ impl Run {
             let kept = if keep { " keep" } else { "" };
             format!("@{} session {} request {}{kept}: {command:?}", now.0, session.0, request.0)
         });
-        let expected = self.model.apply(caller, command.clone(), now);
+        let expected = self.model.apply(caller, command, now);
         let mut effects = Vec::new();
         if self.trace.is_some() {
             for effect in &expected {
@@ -1521,7 +1521,7 @@ fn promise_28_barrier() {
     assert_eq!(pair.ask(3, arrive(b"b", 2, 20)), refused(Refusal::CountMismatch));
     // Looking in does no harm; leaving breaks it for everybody.
     let mut look = arrive(b"b", 3, 0);
-    assert_eq!(pair.ask(3, look.clone()), Outcome::Done);
+    assert_eq!(pair.ask(3, look), Outcome::Done);
 
     for leave in ["limit", "cancel", "end"] {
         let now = pair.run.now.0;
@@ -1851,18 +1851,18 @@ fn promise_48_from_version_2_on() {
     send(&mut store, 1, listen(b">", b"g"));
     assert_eq!(answers(&send(&mut store, 1, listen(&long, b""))), [(1, Outcome::Done)]);
     send(&mut store, 1, Command::Detach { until: Timestamp(50) });
-    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(1))]);
+    assert_eq!(answers(&send(&mut store, 2, signal)), [(2, Outcome::Number(1))]);
     let before = store.snapshot();
 
     store.set_limits(Limits::default());
     store.check_invariants();
-    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(0))]);
+    assert_eq!(answers(&send(&mut store, 2, signal)), [(2, Outcome::Number(0))]);
     let bytes = store.snapshot();
     let mut store = Store::restore(&bytes, Arc::new(Shared::new())).expect("it was just written");
     assert!(store.snapshot() == bytes);
     // What was accepted stays, and can be ended; another one is not accepted.
     send(&mut store, 1, Command::Attach);
-    assert_eq!(answers(&send(&mut store, 2, signal.clone())), [(2, Outcome::Number(1))]);
+    assert_eq!(answers(&send(&mut store, 2, signal)), [(2, Outcome::Number(1))]);
     assert_eq!(store.view_session(SessionId(1)).subscriptions, 2);
     let refusal = refused(Refusal::BadPattern);
     assert_eq!(answers(&send(&mut store, 2, listen(&long, b""))), [(2, refusal)]);

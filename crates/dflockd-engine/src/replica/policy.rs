@@ -59,8 +59,6 @@ macro_rules! policy_settings {
     };
 }
 
-/// The longest time in seconds: what fits into 63 bits of nanoseconds.
-
 /// A setting of the policy.
 #[derive(Debug)]
 pub struct PolicySetting {

@@ -25,7 +25,7 @@ use super::{Received, Server};
 const PATIENCE: Duration = Duration::from_secs(15);
 /// How far real time may run ahead of the script before silence proves nothing.
 const LATE: Duration = Duration::from_millis(150);
-/// The same before the script lets time pass: nothing in a script lasts for less than a second.
+/// How far real time may run ahead before the script lets time pass: nothing in it lasts for less than a second.
 const LATE_AT_FIRST: Duration = Duration::from_millis(900);
 /// How often a section is played on a machine that is too slow for what it says about time.
 const TRIES: u32 = 4;

@@ -88,7 +88,7 @@ impl Page {
         self.entries.push((metric, Entry::Values(vec![(Vec::new(), value.into())])));
     }
 
-    /// The same, if the value is known.
+    /// A metric without labels, if its value is known.
     pub(super) fn known(&mut self, metric: &'static Metric, value: Option<impl Into<Value>>) {
         if let Some(value) = value {
             self.value(metric, value);

@@ -264,11 +264,11 @@ pub(super) struct Passing {
     step: Step,
     /// Goes on to the body of the answer.
     call: Option<Call>,
-    /// Likewise, if the call streams.
+    /// Ends the body of a call that streams when the server drains.
     drained: Option<Drained>,
-    /// Likewise.
+    /// Ends the answer when the token of the call is dropped; goes on to the body.
     pass: Option<Revocable>,
-    /// Likewise.
+    /// What the connection may cost; goes on to the body.
     budget: Option<Arc<Budget>>,
 }
 

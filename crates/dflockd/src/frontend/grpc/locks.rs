@@ -27,7 +27,7 @@ use crate::service::ANSWER_BYTES_MAX;
 
 /// Holders and waiters that are named per lock in a list.
 const EACH_MAX: usize = 32;
-/// The same where one key is looked at.
+/// Holders and waiters that are named where one key is inspected.
 const EACH_OF_ONE_MAX: usize = 1000;
 
 #[tonic::async_trait]

@@ -137,7 +137,7 @@ impl App {
         done.ok_or_else(Refused::internal)?.ok_or_else(Refused::unavailable)
     }
 
-    /// The same for an answer: one look at a time for each connection, when there is room for what it comes to.
+    /// Makes an answer from the state: one at a time for each connection, when there is room for it.
     async fn show<T: Message + 'static>(
         &self,
         budget: &Budget,

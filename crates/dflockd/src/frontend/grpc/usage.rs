@@ -11,9 +11,9 @@ use tokio::time::Instant;
 /// How long connections may be unused.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// Without an open call; for ever if there is no limit.
+    /// How long a connection may be without an open call; for ever if there is no limit.
     pub(super) idle: Option<Duration>,
-    /// The same before the first authenticated call.
+    /// How long a connection may take until its first authenticated call.
     pub(super) stranger: Duration,
 }
 

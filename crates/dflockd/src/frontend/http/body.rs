@@ -168,7 +168,7 @@ pub(crate) fn reply(value: &impl Serialize) -> Response {
     reply_with(StatusCode::OK, value)
 }
 
-/// The same with another status.
+/// A status with JSON and a line feed.
 pub(crate) fn reply_with(status: StatusCode, value: &impl Serialize) -> Response {
     json_response(status, Body::from(json_line(value)))
 }

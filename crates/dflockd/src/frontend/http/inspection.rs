@@ -38,7 +38,7 @@ const PAGE: usize = 100;
 const CONTENTION: usize = 20;
 /// Holders and waiters that are named per lock in a list.
 const EACH_MAX: usize = 32;
-/// The same where one key is looked at.
+/// Holders and waiters that are named where one key is inspected.
 const EACH_OF_ONE_MAX: usize = 1000;
 /// What the items of a list may have in bytes: a little less than an answer.
 const LIST_BYTES_MAX: usize = ANSWER_BYTES_MAX - 4096;

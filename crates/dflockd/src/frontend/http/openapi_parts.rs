@@ -20,7 +20,7 @@ pub(crate) enum InKey {}
 /// The header that names the session.
 pub(crate) enum NeedsSession {}
 
-/// The same where it depends on the request whether one is needed.
+/// The header that names the session, where the request decides whether a session is needed.
 pub(crate) enum MayNeedSession {}
 
 /// The header with the operator's token.

@@ -1,4 +1,5 @@
-//! The one file that knows both the wire and the core: requests to commands, outcomes to responses.
+//! The line protocol and the core: requests to commands, outcomes to responses. HTTP and gRPC make commands in their
+//! handlers.
 
 use std::time::Duration;
 
@@ -121,7 +122,7 @@ pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Aske
 pub(crate) struct ClientFeatures {
     /// The fence as a field of its own, also where old clients would not expect it.
     pub(crate) fence: bool,
-    /// The reason why a renewal failed, likewise.
+    /// The reason why a renewal failed, also where old clients would not expect it.
     pub(crate) lease_status: bool,
     /// A word of its own for what nobody could decide.
     pub(crate) unavailable: bool,

@@ -70,7 +70,7 @@ pub(super) enum Order {
     Revoke,
     /// Close all connections.
     Close,
-    /// The same, and end.
+    /// Close all connections and end the thread.
     Stop,
 }
 
