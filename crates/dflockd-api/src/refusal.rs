@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! /// `Limits::locks_max`.
-//! MaxLocks "max_locks" line(MaxLocks) http(503 "max_locks") grpc(ResourceExhausted "MAX_LOCKS") Retry
+//! MaxLocks "max_locks" line(MaxLocks) http(503 "max_locks") grpc(ResourceExhausted "REASON_MAX_LOCKS") Retry
 //!     "the limit of locks is reached",
 //! ```
 //!
@@ -81,81 +81,84 @@ macro_rules! refusals {
 
 refusals! {
     /// `Limits::locks_max`.
-    MaxLocks "max_locks" line(MaxLocks) http(503 "max_locks") grpc(ResourceExhausted "MAX_LOCKS") Retry
+    MaxLocks "max_locks" line(MaxLocks) http(503 "max_locks") grpc(ResourceExhausted "REASON_MAX_LOCKS") Retry
         "the limit of locks is reached",
     /// `Limits::waiters_max`.
     MaxWaiters "max_waiters" line(MaxWaiters) http(503 "max_waiters")
-        grpc(ResourceExhausted "MAX_WAITERS") Retry
+        grpc(ResourceExhausted "REASON_MAX_WAITERS") Retry
         "the limit of waiters for this key is reached",
     /// `Limits::keys_max`.
-    MaxKeys "max_keys" line(MaxKeys) http(503 "max_keys") grpc(ResourceExhausted "MAX_KEYS") Retry
+    MaxKeys "max_keys" line(MaxKeys) http(503 "max_keys") grpc(ResourceExhausted "REASON_MAX_KEYS") Retry
         "the limit of keys is reached",
     /// `Limits::list_length_max`.
-    ListFull "list_full" line(ListFull) http(409 "list_full") grpc(ResourceExhausted "LIST_FULL") Retry
+    ListFull "list_full" line(ListFull) http(409 "list_full") grpc(ResourceExhausted "REASON_LIST_FULL") Retry
         "the list is full",
     /// `Limits::value_bytes_max`.
     ValueTooLarge "value_too_large" line(Error) http(400 "bad_request")
-        grpc(InvalidArgument "BAD_REQUEST") Final
+        grpc(InvalidArgument "REASON_BAD_REQUEST") Final
         "the value is too large",
     /// `Limits::subscriptions_max`.
     MaxSubscriptions "max_subscriptions" line(Error) http(503 "max_subscriptions")
-        grpc(ResourceExhausted "MAX_SUBSCRIPTIONS") Retry
+        grpc(ResourceExhausted "REASON_MAX_SUBSCRIPTIONS") Retry
         "the limit of subscriptions is reached",
     /// The semaphore exists with another limit.
     LimitMismatch "limit_mismatch" line(LimitMismatch) http(409 "limit_mismatch")
-        grpc(FailedPrecondition "LIMIT_MISMATCH") Final
+        grpc(FailedPrecondition "REASON_LIMIT_MISMATCH") Final
         "the semaphore has another limit",
     /// The key is a read-write lock, or is not.
     TypeMismatch "type_mismatch" line(TypeMismatch) http(409 "type_mismatch")
-        grpc(FailedPrecondition "TYPE_MISMATCH") Final
+        grpc(FailedPrecondition "REASON_TYPE_MISMATCH") Final
         "the key is a lock of another kind",
     /// The barrier exists with another count.
     CountMismatch "barrier_count_mismatch" line(BarrierCountMismatch) http(409 "barrier_count_mismatch")
-        grpc(FailedPrecondition "BARRIER_COUNT_MISMATCH") Final
+        grpc(FailedPrecondition "REASON_BARRIER_COUNT_MISMATCH") Final
         "the barrier has another count",
     /// The session has enqueued for this key already.
     AlreadyEnqueued "already_enqueued" line(AlreadyEnqueued) http(409 "already_enqueued")
-        grpc(FailedPrecondition "ALREADY_ENQUEUED") Final
+        grpc(FailedPrecondition "REASON_ALREADY_ENQUEUED") Final
         "the session has a place in the queue already",
     /// The session has not enqueued for this key.
     NotEnqueued "not_enqueued" line(NotEnqueued) http(409 "not_enqueued")
-        grpc(FailedPrecondition "NOT_ENQUEUED") Final
+        grpc(FailedPrecondition "REASON_NOT_ENQUEUED") Final
         "the session has no place in the queue",
     /// The session waits for this already.
     AlreadyWaiting "already_waiting" line(Error) http(409 "already_waiting")
-        grpc(FailedPrecondition "ALREADY_WAITING") Final
+        grpc(FailedPrecondition "REASON_ALREADY_WAITING") Final
         "the session waits for it already",
     /// The lease of the hold ran out.
     LeaseExpired "lease_expired" line(LeaseExpired) http(409 "lease_expired")
-        grpc(NotFound "LEASE_EXPIRED") Final
+        grpc(NotFound "REASON_LEASE_EXPIRED") Final
         "the lease has ended",
     /// No such hold.
-    NotHeld "not_held" line(Error) http(404 "not_held") grpc(NotFound "NOT_HELD") Final
+    NotHeld "not_held" line(Error) http(404 "not_held") grpc(NotFound "REASON_NOT_HELD") Final
         "not held",
     /// The counter would leave 64 bits.
-    Overflow "overflow" line(Error) http(409 "overflow") grpc(OutOfRange "OVERFLOW") Final
+    Overflow "overflow" line(Error) http(409 "overflow") grpc(OutOfRange "REASON_OVERFLOW") Final
         "the counter would overflow",
     /// Malformed pattern, or a wildcard where none may be.
-    BadPattern "bad_pattern" line(Error) http(400 "bad_request") grpc(InvalidArgument "BAD_REQUEST") Final
+    BadPattern "bad_pattern" line(Error) http(400 "bad_request")
+        grpc(InvalidArgument "REASON_BAD_REQUEST") Final
         "malformed pattern or channel, or a pattern of more than 16 tokens",
     /// No fence can be had now.
-    NoFence "no_fence" line(Unavailable) http(503 "fence_persistence") grpc(Unavailable "NO_FENCE") Retry
+    NoFence "no_fence" line(Unavailable) http(503 "fence_persistence") grpc(Unavailable "REASON_NO_FENCE") Retry
         "no fencing token can be given out now; nothing was done",
     /// The request was answered so long ago that the answer is no longer kept. It is not executed again, and what
     /// came of it the first time is not known.
-    Forgotten "forgotten" line(Unknown) http(503 "unknown") grpc(Unavailable "UNKNOWN_OUTCOME") Unknown
+    Forgotten "forgotten" line(Unknown) http(503 "unknown") grpc(Unavailable "REASON_UNKNOWN_OUTCOME") Unknown
         "the request may have had its effect",
     /// Nobody could decide it in time, and nothing will come of it.
-    Unavailable "unavailable" line(Unavailable) http(503 "unavailable") grpc(Unavailable "UNAVAILABLE") Retry
+    Unavailable "unavailable" line(Unavailable) http(503 "unavailable")
+        grpc(Unavailable "REASON_UNAVAILABLE") Retry
         "no member could decide; nothing was done",
     /// `Limits::holds_per_session_max`. On lines the word for locks: published clients know it.
-    MaxHolds "max_holds" line(MaxLocks) http(503 "max_holds") grpc(ResourceExhausted "MAX_HOLDS") Retry
+    MaxHolds "max_holds" line(MaxLocks) http(503 "max_holds") grpc(ResourceExhausted "REASON_MAX_HOLDS") Retry
         "the limit of holds per session is reached",
     /// `Limits::waits_per_session_max`. On lines the word for waiters.
-    MaxWaits "max_waits" line(MaxWaiters) http(503 "max_waits") grpc(ResourceExhausted "MAX_WAITS") Retry
+    MaxWaits "max_waits" line(MaxWaiters) http(503 "max_waits") grpc(ResourceExhausted "REASON_MAX_WAITS") Retry
         "the limit of waits per session is reached",
     /// `Limits::sessions_max`.
-    MaxSessions "max_sessions" line(Error) http(503 "max_sessions") grpc(ResourceExhausted "MAX_SESSIONS") Retry
+    MaxSessions "max_sessions" line(Error) http(503 "max_sessions")
+        grpc(ResourceExhausted "REASON_MAX_SESSIONS") Retry
         "the limit of sessions is reached",
 }
 

@@ -172,3 +172,20 @@ impl From<Refused> for Status {
         Self::with_details(code, message, Bytes::from(details.encode_to_vec()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use dflockd_core::REFUSALS;
+
+    use super::*;
+
+    #[test]
+    fn every_refusal_has_its_reason_and_its_code() {
+        for (refusal, spec) in REFUSALS {
+            let refused = Refused::by_core(*refusal);
+            assert_eq!(refused.info.reason().as_str_name(), spec.grpc_reason);
+            assert_eq!(format!("{:?}", refused.code), format!("{:?}", spec.grpc_code));
+            assert_eq!(refused.info.may_have_applied, spec.advice.may_have_applied());
+        }
+    }
+}
