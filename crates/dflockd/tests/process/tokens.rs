@@ -1,5 +1,7 @@
 //! Tokens that change, end and are guessed.
 
+use std::time::Duration;
+
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Instant;
 
@@ -34,8 +36,10 @@ impl Guarded {
         let node = ["--raft-dir", &log, "--node-id", "n1", "--raft-addr", "127.0.0.1:0"];
         let all = [&node[..], &["--cluster-bootstrap", "--auth-token-file", &file], flags].concat();
         let guarded = Self { server: Server::start(&all), dir };
+        // Before it leads it may also end a connection: its session belongs to no run of the node.
         eventually("it leads", || {
-            (guarded.login(OLD).ask("l", "ready", "0").starts_with("ok")).then_some(())
+            let heard = guarded.login(OLD).try_ask("l", "ready", "0", Duration::from_secs(10));
+            heard.line().is_some_and(|line| line.starts_with("ok")).then_some(())
         });
         guarded
     }
