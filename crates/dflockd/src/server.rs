@@ -102,7 +102,6 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         }
     });
     operate::audit_decisions(&service);
-    tracing::info!(addr = %address, tls = tls.is_some(), "listening");
     connections.log(&config, descriptors);
     service.metrics.set_connections_max(|api| connections.max(api));
 
@@ -138,8 +137,11 @@ pub async fn run(config: Config) -> anyhow::Result<Running> {
         tracing::info!(addr = %address, tls = tls.is_some(), "listening for gRPC");
     }
     let connections = caps(Api::Line, config.max_connections_per_ip);
+    let uses_tls = tls.is_some();
     let line = LineConnections::start(&service, tls, connections, workers)
         .context("cannot start the threads for connections")?;
+    // Not before all that it needs is there: who reads this line may rely on it.
+    tracing::info!(addr = %address, tls = uses_tls, "listening");
     let stop_accepting = Arc::new(Notify::new());
     tokio::spawn(Arc::clone(&line).accept(listener, Arc::clone(&stop_accepting)));
     tokio::spawn(tidy(Arc::clone(&service)));
