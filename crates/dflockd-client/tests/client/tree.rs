@@ -22,7 +22,7 @@ fn nothing_of_the_server_without_the_feature() {
         names.dedup();
         names
     };
-    assert_eq!(of_the_server(&tree(&[])), ["dflockd-client", "dflockd-wire"]);
+    assert_eq!(of_the_server(&tree(&[])), ["dflockd-api", "dflockd-client", "dflockd-wire"]);
     let all = of_the_server(&tree(&["--features", "testing"]));
     assert!(all.contains(&"dflockd-engine".to_owned()), "{all:?}");
 }
