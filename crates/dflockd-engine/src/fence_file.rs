@@ -395,39 +395,13 @@ fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FenceF
 
 #[cfg(test)]
 mod tests {
+    use dflockd_testkit::Dir;
+
     use super::*;
 
-    /// A directory of its own for each test.
-    struct Dir(PathBuf);
-
-    impl Dir {
-        fn new() -> Self {
-            static COUNT: AtomicU64 = AtomicU64::new(0);
-            let number = COUNT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("dflockd-fence-{}-{number}", std::process::id());
-            let path = std::env::temp_dir().join(name);
-            fs::create_dir(&path).unwrap();
-            Self(path)
-        }
-
-        fn file(&self) -> PathBuf {
-            self.0.join("fence")
-        }
-
-        fn names(&self) -> Vec<String> {
-            let mut names: Vec<_> = fs::read_dir(&self.0)
-                .unwrap()
-                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-                .collect();
-            names.sort();
-            names
-        }
-    }
-
-    impl Drop for Dir {
-        fn drop(&mut self) {
-            fs::remove_dir_all(&self.0).unwrap();
-        }
+    /// The file of a test in its directory.
+    fn file_in(dir: &Dir) -> PathBuf {
+        dir.path("fence")
     }
 
     fn values(file: &FenceFile) -> (u64, u64) {
@@ -436,24 +410,24 @@ mod tests {
 
     /// Opens a file with this content; gives ceiling and lease, or the error as text.
     fn open_content(dir: &Dir, content: &[u8]) -> Result<(u64, u64), String> {
-        fs::write(dir.file(), content).unwrap();
-        FenceFile::open(dir.file()).map(|file| values(&file)).map_err(|error| error.to_string())
+        fs::write(file_in(dir), content).unwrap();
+        FenceFile::open(file_in(dir)).map(|file| values(&file)).map_err(|error| error.to_string())
     }
 
     #[track_caller]
     fn check_damaged(dir: &Dir, content: &[u8], reason: &str) {
         let error = open_content(dir, content).unwrap_err();
-        let start = format!("fence state file {} is damaged: {reason}", dir.file().display());
+        let start = format!("fence state file {} is damaged: {reason}", file_in(dir).display());
         assert!(error.starts_with(&start), "{error}");
         assert!(error.contains("restore it from a backup"), "{error}");
     }
 
     /// A file with two reservations: (100, 7) in the first slot, (200, 9) in the second.
     fn two_reservations(dir: &Dir) -> Vec<u8> {
-        let mut file = FenceFile::open(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(dir)).unwrap();
         file.reserve(100, 7).unwrap();
         file.reserve(200, 9).unwrap();
-        fs::read(dir.file()).unwrap()
+        fs::read(file_in(dir)).unwrap()
     }
 
     fn hex(bytes: &[u8]) -> String {
@@ -463,40 +437,40 @@ mod tests {
     #[test]
     fn values_survive() {
         let dir = Dir::new();
-        let mut file = FenceFile::open(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(&dir)).unwrap();
         assert_eq!(values(&file), (0, 0));
         for round in 1..10 {
             file.reserve(round * 1000, round).unwrap();
             assert_eq!(values(&file), (round * 1000, round));
             drop(file);
-            file = FenceFile::open(dir.file()).unwrap();
+            file = FenceFile::open(file_in(&dir)).unwrap();
             assert_eq!(values(&file), (round * 1000, round));
         }
         file.reserve(u64::MAX, u64::MAX).unwrap();
         drop(file);
-        assert_eq!(values(&FenceFile::open(dir.file()).unwrap()), (u64::MAX, u64::MAX));
+        assert_eq!(values(&FenceFile::open(file_in(&dir)).unwrap()), (u64::MAX, u64::MAX));
         assert_eq!(dir.names(), ["fence"]);
     }
 
     #[test]
     fn values_never_fall() {
         let dir = Dir::new();
-        let mut file = FenceFile::open(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(&dir)).unwrap();
         file.reserve(100, 7).unwrap();
         file.reserve(50, 9).unwrap();
         assert_eq!(values(&file), (100, 9));
-        let before = fs::read(dir.file()).unwrap();
+        let before = fs::read(file_in(&dir)).unwrap();
         file.reserve(50, 5).unwrap();
-        assert_eq!(fs::read(dir.file()).unwrap(), before);
+        assert_eq!(fs::read(file_in(&dir)).unwrap(), before);
         drop(file);
-        assert_eq!(values(&FenceFile::open(dir.file()).unwrap()), (100, 9));
+        assert_eq!(values(&FenceFile::open(file_in(&dir)).unwrap()), (100, 9));
     }
 
     #[test]
     fn golden_bytes() {
         let dir = Dir::new();
-        drop(FenceFile::open(dir.file()).unwrap());
-        let content = fs::read(dir.file()).unwrap();
+        drop(FenceFile::open(file_in(&dir)).unwrap());
+        let content = fs::read(file_in(&dir)).unwrap();
         assert_eq!(content.len(), 8192);
         let head = "64666c6b666e6365" /* magic */.to_owned() + "00000001" /* version */;
         let first = head.clone() + "0000000000000001" + "0000000000000000" + "0000000000000000";
@@ -515,11 +489,11 @@ mod tests {
     #[test]
     fn writes_alternate() {
         let dir = Dir::new();
-        let mut file = FenceFile::open(dir.file()).unwrap();
-        let mut before = fs::read(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(&dir)).unwrap();
+        let mut before = fs::read(file_in(&dir)).unwrap();
         for round in 1..=6_u32 {
             file.reserve(round.into(), 0).unwrap();
-            let after = fs::read(dir.file()).unwrap();
+            let after = fs::read(file_in(&dir)).unwrap();
             let written = if round % 2 == 1 { 0 } else { SLOT_STRIDE };
             let kept = SLOT_STRIDE - written;
             assert_eq!(before[kept..][..SLOT_STRIDE], after[kept..][..SLOT_STRIDE]);
@@ -553,10 +527,10 @@ mod tests {
     fn torn_write_at_any_length_keeps_the_older_slot() {
         let dir = Dir::new();
         let before = two_reservations(&dir);
-        let mut file = FenceFile::open(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(&dir)).unwrap();
         file.reserve(300, 11).unwrap();
         drop(file);
-        let after = fs::read(dir.file()).unwrap();
+        let after = fs::read(file_in(&dir)).unwrap();
         for length in 0..=RECORD_BYTES {
             let mut torn = before.clone();
             torn[..length].copy_from_slice(&after[..length]);
@@ -564,10 +538,10 @@ mod tests {
             let expected = if whole { (300, 11) } else { (200, 9) };
             assert_eq!(open_content(&dir, &torn), Ok(expected), "length {length}");
             // The repaired file takes the next write where the torn one was.
-            let mut file = FenceFile::open(dir.file()).unwrap();
+            let mut file = FenceFile::open(file_in(&dir)).unwrap();
             file.reserve(400, 0).unwrap();
             drop(file);
-            assert_eq!(FenceFile::open(dir.file()).unwrap().ceiling(), 400);
+            assert_eq!(FenceFile::open(file_in(&dir)).unwrap().ceiling(), 400);
         }
     }
 
@@ -605,7 +579,7 @@ mod tests {
             bytes[CHECKED_BYTES..].copy_from_slice(&checksum.to_be_bytes());
             let error = open_content(&dir, &content).unwrap_err();
             assert!(error.contains("format version 2") && error.contains("newer"), "{error}");
-            assert!(error.contains(dir.file().to_str().unwrap()), "{error}");
+            assert!(error.contains(file_in(&dir).to_str().unwrap()), "{error}");
         }
     }
 
@@ -614,18 +588,18 @@ mod tests {
         let dir = Dir::new();
         // Both a file just created and one that existed before.
         for _ in 0..2 {
-            let first = FenceFile::open(dir.file()).unwrap();
-            let error = FenceFile::open(dir.file()).unwrap_err();
+            let first = FenceFile::open(file_in(&dir)).unwrap();
+            let error = FenceFile::open(file_in(&dir)).unwrap_err();
             assert!(matches!(error, FenceFileError::Locked { .. }), "{error}");
             drop(first);
         }
-        FenceFile::open(dir.file()).unwrap();
+        FenceFile::open(file_in(&dir)).unwrap();
     }
 
     #[test]
     fn only_one_of_many_creators_wins() {
         let dir = Dir::new();
-        let path = dir.file();
+        let path = file_in(&dir);
         let opened: Vec<_> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..16).map(|_| scope.spawn(|| FenceFile::open(&path))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -638,50 +612,50 @@ mod tests {
     #[test]
     fn file_of_development_builds_is_upgraded() {
         let dir = Dir::new();
-        fs::write(dir.file(), 0x0102_0304_0506_0708_u64.to_be_bytes()).unwrap();
-        let upgraded = FenceFile::open(dir.file()).unwrap();
+        fs::write(file_in(&dir), 0x0102_0304_0506_0708_u64.to_be_bytes()).unwrap();
+        let upgraded = FenceFile::open(file_in(&dir)).unwrap();
         assert_eq!(values(&upgraded), (0x0102_0304_0506_0708, 0));
-        assert!(matches!(FenceFile::open(dir.file()), Err(FenceFileError::Locked { .. })));
+        assert!(matches!(FenceFile::open(file_in(&dir)), Err(FenceFileError::Locked { .. })));
         drop(upgraded);
-        assert_eq!(fs::metadata(dir.file()).unwrap().len(), 8192);
-        assert_eq!(FenceFile::open(dir.file()).unwrap().ceiling(), 0x0102_0304_0506_0708);
+        assert_eq!(fs::metadata(file_in(&dir)).unwrap().len(), 8192);
+        assert_eq!(FenceFile::open(file_in(&dir)).unwrap().ceiling(), 0x0102_0304_0506_0708);
         assert_eq!(dir.names(), ["fence"]);
     }
 
     #[test]
     fn upgrade_waits_for_the_owner() {
         let dir = Dir::new();
-        fs::write(dir.file(), 7_u64.to_be_bytes()).unwrap();
-        let owner = File::open(dir.file()).unwrap();
+        fs::write(file_in(&dir), 7_u64.to_be_bytes()).unwrap();
+        let owner = File::open(file_in(&dir)).unwrap();
         owner.try_lock().unwrap();
-        assert!(matches!(FenceFile::open(dir.file()), Err(FenceFileError::Locked { .. })));
-        assert_eq!(fs::read(dir.file()).unwrap(), 7_u64.to_be_bytes());
+        assert!(matches!(FenceFile::open(file_in(&dir)), Err(FenceFileError::Locked { .. })));
+        assert_eq!(fs::read(file_in(&dir)).unwrap(), 7_u64.to_be_bytes());
     }
 
     #[test]
     fn replaced_file_is_opened_anew() {
         let dir = Dir::new();
         let good = two_reservations(&dir);
-        let stale = OpenOptions::new().read(true).write(true).open(dir.file()).unwrap();
-        fs::write(dir.0.join("new"), &good).unwrap();
-        fs::rename(dir.0.join("new"), dir.file()).unwrap();
-        assert!(FenceFile::load(stale, &dir.file()).unwrap().is_none());
+        let stale = OpenOptions::new().read(true).write(true).open(file_in(&dir)).unwrap();
+        fs::write(dir.path("new"), &good).unwrap();
+        fs::rename(dir.path("new"), file_in(&dir)).unwrap();
+        assert!(FenceFile::load(stale, &file_in(&dir)).unwrap().is_none());
     }
 
     #[test]
     fn failed_write_is_repeated_in_the_same_slot() {
         let dir = Dir::new();
         let good = two_reservations(&dir);
-        let mut file = FenceFile::open(dir.file()).unwrap();
+        let mut file = FenceFile::open(file_in(&dir)).unwrap();
         // A handle that cannot write makes the system refuse.
-        let writable = std::mem::replace(&mut file.file, File::open(dir.file()).unwrap());
+        let writable = std::mem::replace(&mut file.file, File::open(file_in(&dir)).unwrap());
         for _ in 0..3 {
             file.reserve(300, 11).unwrap_err();
             assert_eq!(values(&file), (200, 9));
         }
         file.file = writable;
         file.reserve(400, 12).unwrap();
-        let after = fs::read(dir.file()).unwrap();
+        let after = fs::read(file_in(&dir)).unwrap();
         assert_eq!(after[SLOT_STRIDE..], good[SLOT_STRIDE..]);
         drop(file);
         assert_eq!(open_content(&dir, &after), Ok((400, 12)));
@@ -690,9 +664,9 @@ mod tests {
     #[test]
     fn what_cannot_be_opened_is_named() {
         let dir = Dir::new();
-        let error = FenceFile::open(dir.0.join("missing/fence")).unwrap_err();
+        let error = FenceFile::open(dir.path("missing/fence")).unwrap_err();
         assert!(error.to_string().starts_with("cannot create fence state file "), "{error}");
-        let error = FenceFile::open(&dir.0).unwrap_err();
+        let error = FenceFile::open(dir.path("")).unwrap_err();
         assert!(error.to_string().starts_with("cannot open fence state file "), "{error}");
     }
 
@@ -702,19 +676,19 @@ mod tests {
         use std::os::unix::fs::{PermissionsExt, symlink};
 
         let dir = Dir::new();
-        let mode = || fs::metadata(dir.file()).unwrap().permissions().mode() & 0o777;
-        drop(FenceFile::open(dir.file()).unwrap());
+        let mode = || fs::metadata(file_in(&dir)).unwrap().permissions().mode() & 0o777;
+        drop(FenceFile::open(file_in(&dir)).unwrap());
         assert_eq!(mode(), 0o600);
-        fs::write(dir.file(), 7_u64.to_be_bytes()).unwrap();
-        let link = dir.0.join("link");
-        symlink(dir.file(), &link).unwrap();
+        fs::write(file_in(&dir), 7_u64.to_be_bytes()).unwrap();
+        let link = dir.path("link");
+        symlink(file_in(&dir), &link).unwrap();
         assert_eq!(FenceFile::open(&link).unwrap().ceiling(), 7);
         assert_eq!(mode(), 0o600);
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
-        assert_eq!(FenceFile::open(dir.file()).unwrap().ceiling(), 7);
+        assert_eq!(FenceFile::open(file_in(&dir)).unwrap().ceiling(), 7);
 
-        let dangling = dir.0.join("dangling");
-        symlink(dir.0.join("nowhere"), &dangling).unwrap();
+        let dangling = dir.path("dangling");
+        symlink(dir.path("nowhere"), &dangling).unwrap();
         let error = FenceFile::open(&dangling).unwrap_err();
         assert!(error.to_string().contains("leads to no stable file"), "{error}");
         assert_eq!(dir.names(), ["dangling", "fence", "link"]);

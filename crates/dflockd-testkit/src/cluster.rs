@@ -73,6 +73,8 @@ pub struct Node {
     pub name: String,
     /// Where it speaks the line protocol.
     pub client: SocketAddr,
+    /// Where it speaks with other members.
+    pub peer: SocketAddr,
     /// Its data directory.
     pub dir: PathBuf,
     /// Its command line.
@@ -104,7 +106,20 @@ impl Node {
             flags.extend([flag.to_owned(), value]);
         }
         flags.extend_from_slice(formation);
-        Self { name: name.to_owned(), client, dir, flags, variable: None, process: None }
+        Self { name: name.to_owned(), client, peer, dir, flags, variable: None, process: None }
+    }
+
+    /// The same at addresses that nobody uses.
+    pub fn anywhere(name: &str, dir: PathBuf, formation: &[&str]) -> Self {
+        let addresses = free_addresses(host(), 2);
+        let formation: Vec<_> = formation.iter().map(ToString::to_string).collect();
+        Self::new(name, addresses[0], addresses[1], dir, &formation)
+    }
+
+    /// The value of a flag.
+    pub fn flag(&mut self, name: &str) -> &mut String {
+        let at = self.flags.iter().position(|flag| flag == name).expect("it has this flag");
+        &mut self.flags[at + 1]
     }
 
     fn spawn(&self) -> Process {
@@ -117,6 +132,20 @@ impl Node {
     pub fn start(&mut self) {
         assert!(self.process.is_none(), "{} runs", self.name);
         self.process = Some(self.spawn());
+    }
+
+    /// Starts it and waits until it serves.
+    #[track_caller]
+    pub fn start_ready(&mut self) {
+        self.start();
+        self.wait_until_ready();
+    }
+
+    /// Starts it again after a crash, and waits until it serves.
+    #[track_caller]
+    pub fn restart(&mut self) {
+        self.kill();
+        self.start_ready();
     }
 
     /// Starts it and demands that it ends by itself; gives what it said.
@@ -136,10 +165,7 @@ impl Node {
     /// Ends it as an operator would.
     #[track_caller]
     pub fn terminate(&mut self) {
-        let mut process = self.process.take().expect("it runs");
-        process.signal("TERM");
-        let status = process.wait_for_end();
-        assert!(status.success(), "{}: {status}: {}", self.name, process.output());
+        self.process.take().expect("it runs").terminate();
     }
 
     /// Its process, which must run.
@@ -183,10 +209,8 @@ impl Node {
 
     /// Whether it runs, leads and serves.
     pub fn leads(&self) -> bool {
-        self.process.is_some()
-            && self
-                .status()
-                .is_some_and(|status| status["role"] == "leader" && status["ready"] == true)
+        let leads = |status: Value| status["role"] == "leader" && status["ready"] == true;
+        self.process.is_some() && self.status().is_some_and(leads)
     }
 
     /// Waits until it serves.
@@ -298,6 +322,16 @@ impl Cluster {
         self.wait_until_ready();
     }
 
+    /// Ends all members as a crash would.
+    pub fn kill_all(&mut self) {
+        self.nodes.iter_mut().for_each(Node::kill);
+    }
+
+    /// Where all members speak the line protocol.
+    pub fn clients(&self) -> Vec<SocketAddr> {
+        self.nodes.iter().map(|node| node.client).collect()
+    }
+
     /// Waits until all that run serve.
     #[track_caller]
     pub fn wait_until_ready(&self) {
@@ -316,6 +350,19 @@ impl Cluster {
     #[track_caller]
     pub fn leader_among(&self, some: &[usize]) -> usize {
         eventually("a leader", || some.iter().copied().find(|&at| self.nodes[at].leads()))
+    }
+
+    /// Who leads and serves, and all the others.
+    #[track_caller]
+    pub fn leader_and_others(&self) -> (usize, Vec<usize>) {
+        let leader = self.leader();
+        (leader, self.others(leader))
+    }
+
+    /// One that does not lead.
+    #[track_caller]
+    pub fn follower(&self) -> usize {
+        self.others(self.leader())[0]
     }
 
     /// All but one.

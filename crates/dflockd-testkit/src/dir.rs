@@ -1,8 +1,8 @@
 //! Directories for the files of a test.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::{fs, io};
 
 use crate::eventually;
 
@@ -15,11 +15,17 @@ impl Dir {
     #[expect(clippy::new_without_default, reason = "it makes something on disk")]
     pub fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("dflockd-test-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir(&path).unwrap();
-        Self(path)
+        loop {
+            let number = COUNT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("dflockd-test-{}-{number}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            match fs::create_dir(&path) {
+                Ok(()) => return Self(path),
+                // Numbers of processes come again, and one that was killed left this.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => panic!("{}: {error}", path.display()),
+            }
+        }
     }
 
     /// The path of a file in it, which need not be there.
@@ -40,6 +46,12 @@ impl Dir {
         self.name(name)
     }
 
+    /// The names of what is in it, in order.
+    pub fn names(&self) -> Vec<String> {
+        let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
+        files(&self.0).iter().map(name).collect()
+    }
+
     /// What is in a file; nothing if there is none.
     pub fn read(&self, name: &str) -> String {
         fs::read_to_string(self.path(name)).unwrap_or_default()
@@ -48,7 +60,7 @@ impl Dir {
     /// Waits until a text is in a file.
     #[track_caller]
     pub fn wait_for(&self, name: &str, text: &str) {
-        eventually(&format!("{text:?} in {name}"), || self.read(name).contains(text).then_some(()));
+        eventually(&format!("{text:?} in {name}"), || self.read(name).contains(text));
     }
 }
 

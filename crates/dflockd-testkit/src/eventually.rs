@@ -18,18 +18,43 @@ pub const fn millis(count: u64) -> Duration {
     Duration::from_millis(count)
 }
 
+/// What can be waited for: that something is so, or a value that is not there yet.
+pub trait Awaited {
+    /// What there is in the end.
+    type Answer;
+
+    /// Whether there is an answer.
+    fn answer(self) -> Option<Self::Answer>;
+}
+
+impl Awaited for bool {
+    type Answer = ();
+
+    fn answer(self) -> Option<()> {
+        self.then_some(())
+    }
+}
+
+impl<T> Awaited for Option<T> {
+    type Answer = T;
+
+    fn answer(self) -> Self {
+        self
+    }
+}
+
 /// Asks again and again until there is an answer.
 #[track_caller]
-pub fn eventually<T>(what: &str, ask: impl FnMut() -> Option<T>) -> T {
+pub fn eventually<A: Awaited>(what: &str, ask: impl FnMut() -> A) -> A::Answer {
     within(LIMIT, what, ask)
 }
 
 /// Asks again and again until there is an answer, but no longer than this.
 #[track_caller]
-pub fn within<T>(limit: Duration, what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+pub fn within<A: Awaited>(limit: Duration, what: &str, mut ask: impl FnMut() -> A) -> A::Answer {
     let begun = Instant::now();
     loop {
-        if let Some(answer) = ask() {
+        if let Some(answer) = ask().answer() {
             return answer;
         }
         assert!(begun.elapsed() < limit, "waited in vain for: {what}");
@@ -41,13 +66,13 @@ pub fn within<T>(limit: Duration, what: &str, mut ask: impl FnMut() -> Option<T>
 pub mod tasks {
     use std::time::Instant;
 
-    use super::{LIMIT, PAUSE};
+    use super::{Awaited, LIMIT, PAUSE};
 
     /// Asks again and again until there is an answer.
-    pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
+    pub async fn eventually<A: Awaited>(what: &str, mut ask: impl AsyncFnMut() -> A) -> A::Answer {
         let begun = Instant::now();
         loop {
-            if let Some(answer) = ask().await {
+            if let Some(answer) = ask().await.answer() {
                 return answer;
             }
             assert!(begun.elapsed() < LIMIT, "waited in vain for: {what}");

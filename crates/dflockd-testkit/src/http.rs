@@ -108,6 +108,14 @@ impl Reply {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
+    /// The value of a metric on a page of them, by its name and its labels as they are written.
+    #[track_caller]
+    pub fn metric(&self, name: &str) -> f64 {
+        let page = self.text();
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.unwrap_or_else(|| panic!("no {name} in {page}")).parse().expect("a number")
+    }
+
     /// The JSON of a success.
     #[track_caller]
     pub fn ok(&self) -> Value {
@@ -140,6 +148,13 @@ impl Reply {
         let members = error.as_object().unwrap();
         assert!(members.keys().all(|name| name == "error" || name == "detail"), "{error}");
         members.get("detail").map_or_else(String::new, |text| text.as_str().unwrap().to_owned())
+    }
+
+    /// That something was wrong with a request of which there are many.
+    #[track_caller]
+    pub fn bad_for(&self, which: &str) {
+        assert_eq!(self.status, 400, "{which}: {}", self.text());
+        self.bad();
     }
 
     /// What was wrong with a request.

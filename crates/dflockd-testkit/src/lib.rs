@@ -27,3 +27,12 @@ pub use line::{Client, Heard, fence, granted};
 pub use noise::Noise;
 pub use ports::{free_address, free_addresses, host};
 pub use process::{Process, Ran, Server, command, run};
+
+/// The same work by so many threads at once; gives what each of them came to.
+pub fn together<T: Send>(count: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|number| scope.spawn(move || work(number))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}

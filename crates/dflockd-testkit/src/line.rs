@@ -192,6 +192,20 @@ impl Client {
         granted(&self.ask("l", key, arg))
     }
 
+    /// Takes a lock that must be free now, or become so within the wait, and gives it back.
+    #[track_caller]
+    pub fn lock_and_release(&mut self, key: &str, arg: &str) {
+        let token = self.lock(key, arg);
+        self.check("r", key, &token, "ok");
+    }
+
+    /// Makes its session one that outlives the connection; gives the secret of it.
+    #[track_caller]
+    pub fn keep(&mut self, name: &str) -> String {
+        let answer = self.ask("hello", name, "keep");
+        answer.strip_prefix("ok keep=").unwrap_or_else(|| panic!("{answer}")).to_owned()
+    }
+
     /// The next line, which must come.
     #[track_caller]
     pub fn line(&mut self) -> String {
@@ -221,6 +235,13 @@ impl Client {
     #[track_caller]
     pub fn expect_end(&mut self) {
         assert_eq!(self.hear(self.patience), Heard::End);
+    }
+
+    /// That this is the next line, and that the server closes behind it.
+    #[track_caller]
+    pub fn expect_last(&mut self, line: &str) {
+        self.expect(line);
+        self.expect_end();
     }
 
     /// That nothing comes for a while, not even the end.

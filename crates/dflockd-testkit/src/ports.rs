@@ -1,6 +1,6 @@
-//! Addresses that nobody uses.
+//! Addresses that nobody uses, and connections of a special kind.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use socket2::{Domain, Socket, Type};
@@ -47,6 +47,23 @@ pub fn free_addresses(host: impl Into<IpAddr>, count: usize) -> Vec<SocketAddr> 
 /// A free port of 127.0.0.1.
 pub fn free_address() -> SocketAddr {
     free_addresses(Ipv4Addr::LOCALHOST, 1)[0]
+}
+
+/// A connection that comes from an address of the loopback network with this last number.
+pub fn connect_from(last: u8, to: SocketAddr) -> TcpStream {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    let own = SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), 0));
+    socket.bind(&own.into()).unwrap();
+    socket.connect(&to.into()).unwrap();
+    socket.into()
+}
+
+/// A connection with small buffers, which is soon full if nobody reads.
+pub fn connect_narrow(to: SocketAddr) -> TcpStream {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_recv_buffer_size(8 * 1024).unwrap();
+    socket.connect(&to.into()).unwrap();
+    socket.into()
 }
 
 #[cfg(test)]

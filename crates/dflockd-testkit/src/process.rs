@@ -13,8 +13,10 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
+use serde_json::Value;
 
 use crate::line::Client;
+use crate::ports::connect_narrow;
 use crate::{A_WHILE, LIMIT, eventually, free_address, millis};
 
 /// How long something may go on writing into the pipe of a process that has ended.
@@ -96,9 +98,7 @@ pub fn clean(command: &mut Command) {
 /// Runs a command that ends by itself, without input. One that does not is ended, and that is a failure.
 #[track_caller]
 pub fn run(command: Command) -> Ran {
-    let mut process = Process::spawn(command);
-    process.close_input();
-    process.end()
+    Process::spawn(command).finish()
 }
 
 /// Sends a signal, by its name without `SIG`.
@@ -140,6 +140,21 @@ impl Ran {
     #[track_caller]
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.code, code, "{self:?}");
+        self
+    }
+
+    /// Its standard output, which must be JSON.
+    #[track_caller]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// That all of this is in its standard error.
+    #[track_caller]
+    pub fn complains(self, parts: &[&str]) -> Self {
+        for part in parts {
+            assert!(self.err.contains(part), "{part:?} is not in {self:?}");
+        }
         self
     }
 }
@@ -222,19 +237,19 @@ impl Process {
     /// Waits until it has printed a text.
     #[track_caller]
     pub fn wait_for_output(&self, text: &str) {
-        eventually(text, || self.output().contains(text).then_some(()));
+        eventually(text, || self.output().contains(text));
     }
 
     /// Waits for a text in its standard output.
     #[track_caller]
     pub fn wait_for_out(&self, text: &str) {
-        eventually(text, || self.out().contains(text).then_some(()));
+        eventually(text, || self.out().contains(text));
     }
 
     /// Waits for a text in its standard error.
     #[track_caller]
     pub fn wait_for_err(&self, text: &str) {
-        eventually(text, || self.err().contains(text).then_some(()));
+        eventually(text, || self.err().contains(text));
     }
 
     /// Writes to its standard input.
@@ -268,6 +283,14 @@ impl Process {
         self.readers.iter().all(JoinHandle::is_finished)
     }
 
+    /// Ends it as an operator would, in good order.
+    #[track_caller]
+    pub fn terminate(&mut self) {
+        self.signal("TERM");
+        let status = self.wait_for_end();
+        assert!(status.success(), "{status}: {}", self.output());
+    }
+
     /// Waits until it has ended and said its last words.
     #[track_caller]
     pub fn wait_for_end(&mut self) -> ExitStatus {
@@ -292,9 +315,16 @@ impl Process {
     pub fn end(mut self) -> Ran {
         let status = self.wait_for_end();
         let code = status.code().unwrap_or_else(|| panic!("{status}: {}", self.err()));
-        eventually("the output ends", || self.is_silent().then_some(()));
+        eventually("the output ends", || self.is_silent());
         let (out, err) = (self.out(), self.err());
         Ran { program: self.program, code, out, err }
+    }
+
+    /// The same after the end of its standard input.
+    #[track_caller]
+    pub fn finish(mut self) -> Ran {
+        self.close_input();
+        self.end()
     }
 
     /// Ends it as a crash would.
@@ -307,6 +337,13 @@ impl Process {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
         line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+
+    /// That it has less than so many KiB more memory than it had before.
+    #[track_caller]
+    pub fn check_growth(&self, before: u64, most: u64) {
+        let growth = self.resident_kib().saturating_sub(before);
+        assert!(growth < most, "{growth} KiB");
     }
 
     /// The processor time it has used.
@@ -425,19 +462,24 @@ impl Server {
         Client::over(self.socket())
     }
 
+    /// A client that has shown a token that is good.
+    #[track_caller]
+    pub fn login(&self, token: &str) -> Client {
+        let mut client = self.connect();
+        client.check("auth", "_", token, "ok");
+        client
+    }
+
     /// A bare socket.
     pub fn socket(&self) -> TcpStream {
         let socket = TcpStream::connect(self.address).expect("the server listens");
         socket.set_nodelay(true).unwrap();
+        socket.set_read_timeout(Some(LIMIT)).unwrap();
         socket
     }
 
     /// A socket with small buffers, which is soon full if nobody reads.
     pub fn narrow_socket(&self) -> TcpStream {
-        let domain = socket2::Domain::IPV4;
-        let socket = socket2::Socket::new(domain, socket2::Type::STREAM, None).unwrap();
-        socket.set_recv_buffer_size(8 * 1024).unwrap();
-        socket.connect(&self.address.into()).unwrap();
-        socket.into()
+        connect_narrow(self.address)
     }
 }

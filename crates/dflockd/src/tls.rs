@@ -68,42 +68,28 @@ fn readable(error: pem::Error) -> anyhow::Error {
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
-    use std::sync::atomic::{AtomicU32, Ordering};
 
-    use rcgen::{CertificateParams, KeyPair};
+    use dflockd_testkit::certificates::trusting;
+    use dflockd_testkit::{Dir, Pair};
     use rustls::pki_types::ServerName;
     use rustls::version::{TLS12, TLS13};
-    use rustls::{
-        ClientConfig, ClientConnection, ProtocolVersion, RootCertStore, ServerConnection,
-        SupportedProtocolVersion,
-    };
+    use rustls::{ClientConnection, ProtocolVersion, ServerConnection, SupportedProtocolVersion};
 
     use super::*;
 
-    /// A directory with a certificate and its key.
-    struct Pair {
-        dir: PathBuf,
-        cert_pem: String,
-        key_pem: String,
+    /// A certificate and its key, and a directory for files.
+    struct Place {
+        dir: Dir,
+        pair: Pair,
     }
 
-    impl Pair {
+    impl Place {
         fn new() -> Self {
-            static COUNT: AtomicU32 = AtomicU32::new(0);
-            let number = COUNT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("dflockd-tls-{}-{number}", std::process::id());
-            let dir = std::env::temp_dir().join(name);
-            std::fs::create_dir(&dir).unwrap();
-            let key = KeyPair::generate().unwrap();
-            let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-            let cert_pem = params.self_signed(&key).unwrap().pem();
-            Self { dir, cert_pem, key_pem: key.serialize_pem() }
+            Self { dir: Dir::new(), pair: Pair::new() }
         }
 
         fn file(&self, name: &str, content: &str) -> PathBuf {
-            let path = self.dir.join(name);
-            std::fs::write(&path, content).unwrap();
-            path
+            self.dir.write(name, content).into()
         }
 
         fn load(&self, cert: &str, key: &str) -> Result<Arc<ServerConfig>> {
@@ -113,13 +99,7 @@ mod tests {
         /// The message of the refusal, with DIR for the directory.
         fn refusal(&self, cert: &str, key: &str) -> String {
             let error = self.load(cert, key).unwrap_err();
-            format!("{error:#}").replace(self.dir.to_str().unwrap(), "DIR")
-        }
-    }
-
-    impl Drop for Pair {
-        fn drop(&mut self) {
-            std::fs::remove_dir_all(&self.dir).unwrap();
+            format!("{error:#}").replace(self.dir.name("").trim_end_matches('/'), "DIR")
         }
     }
 
@@ -129,15 +109,8 @@ mod tests {
         pair: &Pair,
         versions: &[&'static SupportedProtocolVersion],
     ) -> Option<ProtocolVersion> {
-        let mut roots = RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(pair.cert_pem.as_bytes()).unwrap()).unwrap();
-        let client = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_protocol_versions(versions)
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
         let name = ServerName::try_from("localhost").unwrap();
-        let mut client = ClientConnection::new(Arc::new(client), name).unwrap();
+        let mut client = ClientConnection::new(trusting(&pair.cert, versions), name).unwrap();
         let mut server = ServerConnection::new(server).unwrap();
         while client.is_handshaking() || server.is_handshaking() {
             let mut bytes = Vec::new();
@@ -160,72 +133,66 @@ mod tests {
 
     #[test]
     fn both_versions() {
-        let pair = Pair::new();
-        let server = pair.load(&pair.cert_pem, &pair.key_pem).unwrap();
+        let place = Place::new();
+        let server = place.load(&place.pair.cert, &place.pair.key).unwrap();
         assert!(server.alpn_protocols.is_empty());
         for (versions, agreed) in [
             (&[&TLS12, &TLS13][..], ProtocolVersion::TLSv1_3),
             (&[&TLS13], ProtocolVersion::TLSv1_3),
             (&[&TLS12], ProtocolVersion::TLSv1_2),
         ] {
-            assert_eq!(handshake(server.clone(), &pair, versions), Some(agreed));
+            assert_eq!(handshake(server.clone(), &place.pair, versions), Some(agreed));
         }
     }
 
     #[test]
     fn chain_and_text_around_it() {
-        let (pair, other) = (Pair::new(), Pair::new());
-        let chain = format!("# ours\n{}\nissuer\n{}", pair.cert_pem, other.cert_pem);
-        assert_eq!(read_chain(&pair.file("chain", &chain)).unwrap().len(), 2);
+        let (place, other) = (Place::new(), Place::new());
+        let chain = format!("# ours\n{}\nissuer\n{}", place.pair.cert, other.pair.cert);
+        assert_eq!(read_chain(&place.file("chain", &chain)).unwrap().len(), 2);
         // One file for both is common too.
-        let both = format!("{}{chain}", pair.key_pem);
-        pair.load(&both, &both).unwrap();
+        let both = format!("{}{chain}", place.pair.key);
+        place.load(&both, &both).unwrap();
     }
 
     #[test]
     fn foreign_key_is_refused() {
-        let (pair, other) = (Pair::new(), Pair::new());
+        let (place, other) = (Place::new(), Place::new());
         assert_eq!(
-            pair.refusal(&pair.cert_pem, &other.key_pem),
+            place.refusal(&place.pair.cert, &other.pair.key),
             "the TLS key DIR/key.pem does not belong to the certificate DIR/cert.pem"
         );
         // The server's own certificate stands first.
-        let chain = format!("{}{}", other.cert_pem, pair.cert_pem);
-        assert!(pair.refusal(&chain, &pair.key_pem).contains("does not belong"));
+        let chain = format!("{}{}", other.pair.cert, place.pair.cert);
+        assert!(place.refusal(&chain, &place.pair.key).contains("does not belong"));
     }
 
     #[test]
     fn unusable_files_are_named() {
-        let pair = Pair::new();
+        let place = Place::new();
         let cert_start = "cannot read the TLS certificate DIR/cert.pem: ";
         let key_start = "cannot read the TLS key DIR/key.pem: ";
-        for cert in ["", "nonsense", &pair.key_pem] {
-            assert_eq!(
-                pair.refusal(cert, &pair.key_pem),
-                format!("{cert_start}no certificate in PEM form found")
-            );
+        for cert in ["", "nonsense", &place.pair.key] {
+            let refusal = place.refusal(cert, &place.pair.key);
+            assert_eq!(refusal, format!("{cert_start}no certificate in PEM form found"));
         }
-        let encrypted = pair.key_pem.replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY");
-        for key in ["", "nonsense", &pair.cert_pem, &encrypted] {
-            assert_eq!(
-                pair.refusal(&pair.cert_pem, key),
-                format!(
-                    "{key_start}no private key in PEM form found (encrypted keys are not supported)"
-                )
-            );
+        let encrypted = place.pair.key.replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY");
+        for key in ["", "nonsense", &place.pair.cert, &encrypted] {
+            let why = "no private key in PEM form found (encrypted keys are not supported)";
+            assert_eq!(place.refusal(&place.pair.cert, key), format!("{key_start}{why}"));
         }
-        let cut = &pair.cert_pem[..100];
-        assert!(pair.refusal(cut, &pair.key_pem).starts_with(cert_start));
-        let cut = &pair.key_pem[..60];
-        assert!(pair.refusal(&pair.cert_pem, cut).starts_with(key_start));
+        let cut = &place.pair.cert[..100];
+        assert!(place.refusal(cut, &place.pair.key).starts_with(cert_start));
+        let cut = &place.pair.key[..60];
+        assert!(place.refusal(&place.pair.cert, cut).starts_with(key_start));
         let hollow = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
-        let error = pair.refusal(hollow, &pair.key_pem);
+        let error = place.refusal(hollow, &place.pair.key);
         assert!(error.starts_with("cannot use the TLS certificate DIR/cert.pem"), "{error}");
         let hollow = "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n";
-        let error = pair.refusal(&pair.cert_pem, hollow);
+        let error = place.refusal(&place.pair.cert, hollow);
         assert!(error.starts_with("cannot use the TLS certificate DIR/cert.pem"), "{error}");
 
-        let missing = pair.dir.join("missing");
+        let missing = place.dir.path("missing");
         let error = format!("{:#}", load(&missing, &missing).unwrap_err());
         assert!(error.contains("missing: ") && error.contains("os error 2"), "{error}");
     }

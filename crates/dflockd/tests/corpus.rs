@@ -5,40 +5,32 @@
 //! DFLOCKD_FUZZ_S=60 cargo test -p dflockd --test corpus    changes inputs for a minute each
 //! ```
 
+#![expect(unreachable_pub, reason = "public in the fuzz crate")]
+
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 #[path = "../../../fuzz/src/apply.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod apply;
 #[path = "../../../fuzz/src/entry.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod entry;
 #[path = "../../../fuzz/src/grpc.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod grpc;
 #[path = "../../../fuzz/src/http.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod http;
 #[path = "../../../fuzz/src/line.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod line;
 #[path = "../../../fuzz/src/pattern.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod pattern;
 #[path = "../../../fuzz/src/peer.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod peer;
 #[path = "../../../fuzz/src/request.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod request;
 #[path = "../../../fuzz/src/seeds.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod seeds;
 #[path = "../../../fuzz/src/snapshot.rs"]
-#[expect(unreachable_pub, reason = "public in the fuzz crate")]
 mod snapshot;
 
 const FILES_MAX: usize = 40;

@@ -19,8 +19,7 @@ use super::command::{Server, ctl};
 
 /// The findings of one check that are no good news: node, severity, what was found and what to do.
 fn found(ran: &Ran, check: &str) -> Vec<[String; 4]> {
-    let report: Value =
-        serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}"));
+    let report = ran.json();
     let findings = report["findings"].as_array().unwrap().iter();
     let sick = findings.filter(|it| it["check"] == check && it["severity"] != "ok");
     let fields = ["node", "severity", "what", "advice"];
@@ -50,7 +49,7 @@ fn without_a_majority_every_verb_says_so() {
     dev.kill(&dir, "n2");
     eventually("the last one has noticed", || {
         let ran = dev.ctl(&["cluster", "status"]).run().expect(69);
-        ran.out.contains("led by nobody").then_some(())
+        ran.out.contains("led by nobody")
     });
     for verb in [
         &["cluster", "remove", "n1"][..],
@@ -194,26 +193,12 @@ fn a_doctor_sees_clock_disk_and_certificates() {
     let file = |name: &str| dir.name(name);
     let (data, cert, key, ca) =
         (file("small/data"), file("node.pem"), file("node.key"), file("ca.pem"));
-    let server = Server::start(&[
-        "--raft-dir",
-        &data,
-        "--node-id",
-        "a",
-        "--raft-addr",
-        &peer,
-        "--cluster-bootstrap",
-        "--raft-tls-cert",
-        &cert,
-        "--raft-tls-key",
-        &key,
-        "--raft-tls-ca",
-        &ca,
-        "--advertise-addr",
-        &way,
-    ]);
+    let node = ["--raft-dir", &data, "--node-id", "a", "--raft-addr", &peer, "--cluster-bootstrap"];
+    let files = ["--raft-tls-cert", &cert, "--raft-tls-key", &key, "--raft-tls-ca", &ca];
+    let server = Server::start(&[&node[..], &files, &["--advertise-addr", &way]].concat());
     bent(listener, server.address);
     let doctor = || server.ctl(&["doctor", "--json"]).run();
-    eventually("it serves", || found(&doctor(), "ready").is_empty().then_some(()));
+    eventually("it serves", || found(&doctor(), "ready").is_empty());
 
     let ran = doctor().expect(2);
     let clock = found(&ran, "clock");
@@ -234,10 +219,8 @@ fn a_doctor_sees_clock_disk_and_certificates() {
     ] {
         certify(&dir, &authority, days);
         let findings = found(&doctor(), "certificate");
-        assert!(
-            findings.iter().any(|it| it[1] == severity && it[2].contains(what)),
-            "{findings:?}"
-        );
+        let is_told = |it: &[String; 4]| it[1] == severity && it[2].contains(what);
+        assert!(findings.iter().any(is_told), "{findings:?}");
         assert!(findings.iter().all(|it| it[3].contains("SIGHUP")), "{findings:?}");
     }
     dir.write("node.pem", "nonsense");
@@ -260,9 +243,7 @@ fn data_directories_are_looked_into_with_care() {
     let peer = format!("127.0.0.1:{}", free_address().port());
     let args = ["--raft-dir", &data, "--node-id", "a", "--raft-addr", &peer, "--cluster-bootstrap"];
     let server = Server::start(&[&args[..], &["--admin-token", "token"]].concat());
-    eventually("it serves", || {
-        (server.ctl(&["kv", "set", "k", "v"]).run().code == 0).then_some(())
-    });
+    eventually("it serves", || server.ctl(&["kv", "set", "k", "v"]).run().code == 0);
     let snapshot = server.ctl(&["cluster", "snapshot"]).env("DFLOCKD_ADMIN_TOKEN", "token").run();
     snapshot.expect(0);
 
@@ -302,7 +283,7 @@ fn data_directories_are_looked_into_with_care() {
     fs::write(&newest, &bytes).unwrap();
     let json =
         ctl(&["inspect-data", &data, "--json", "--entries", "--last", "3", "--dflockd", program]);
-    let shown: Value = serde_json::from_str(&json.run().expect(0).out).unwrap();
+    let shown = json.run().expect(0).json();
     assert_eq!(shown["node"]["node_id"], "a");
     assert!(shown["entries"].as_array().is_some_and(|entries| entries.len() <= 3), "{shown}");
 }

@@ -1,7 +1,5 @@
 //! `bench` measures dflockd and knows no other servers.
 
-use serde_json::Value;
-
 use crate::command::{Server, ctl};
 
 #[test]
@@ -15,7 +13,7 @@ fn two_servers_are_compared() {
     .concat())
     .run()
     .expect(0);
-    let races: Value = serde_json::from_str(&ran.out).unwrap();
+    let races = ran.json();
     for (side, name) in ["dflockd", "old"].into_iter().enumerate() {
         let side = &races[0]["sides"][side];
         assert_eq!(side["name"], name);

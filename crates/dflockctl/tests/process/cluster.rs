@@ -43,8 +43,7 @@ impl Dev {
 
     #[track_caller]
     pub(super) fn json(&self, args: &[&str]) -> Value {
-        let ran = self.run(&[args, &["--json"]].concat());
-        serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}"))
+        self.run(&[args, &["--json"]].concat()).json()
     }
 
     /// Ends one of its nodes as a crash would.
@@ -81,10 +80,8 @@ fn a_cluster_is_looked_after() {
     let text = dev.run(&["cluster", "status"]).out;
     assert!(text.contains("n1") && text.contains("leader") && text.contains("follower"), "{text}");
     let members = dev.json(&["cluster", "members"]);
-    assert!(
-        members.as_array().unwrap().iter().all(|member| member["role"] == "voter"),
-        "{members}"
-    );
+    let mut roles = members.as_array().unwrap().iter().map(|member| &member["role"]);
+    assert!(roles.all(|role| role == "voter"), "{members}");
 
     dev.run(&["cluster", "policy", "max-locks=9", "auto-release=any"]);
     let policy = dev.json(&["cluster", "policy"]);
@@ -103,14 +100,11 @@ fn a_cluster_is_looked_after() {
     assert!(dev.json(&["cluster", "snapshot", "n3"])["index"].as_u64() > Some(1));
     assert_eq!(dev.json(&["cluster", "finalize"])["cluster_version"], 2);
     dev.ctl(&["cluster", "remove", "n9"]).run().refused(1, "no member");
-    dev.ctl(&["cluster", "remove", "n3"])
-        .env("DFLOCKD_ADMIN_TOKEN_FILE", "")
-        .run()
-        .refused(77, "admin token");
-    let wrong = dir.write("wrong", "not-the-token");
-    let denied =
-        dev.ctl(&["cluster", "remove", "n3"]).env("DFLOCKD_ADMIN_TOKEN_FILE", &wrong).run();
-    denied.refused(77, "refused the token");
+    let remove_with = |token: &str| {
+        dev.ctl(&["cluster", "remove", "n3"]).env("DFLOCKD_ADMIN_TOKEN_FILE", token).run()
+    };
+    remove_with("").refused(77, "admin token");
+    remove_with(&dir.write("wrong", "not-the-token")).refused(77, "refused the token");
     dev.end();
 }
 
@@ -166,10 +160,7 @@ fn a_doctor_finds_what_is_wrong() {
     let dev = Dev::start(&dir, &[]);
     let findings = |dev: &Dev| -> (i32, Value) {
         let ran = dev.ctl(&["doctor", "--json"]).run();
-        (
-            ran.code,
-            serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}")),
-        )
+        (ran.code, ran.json())
     };
     let checks = |report: &Value, check: &str| {
         let findings = report["findings"].as_array().unwrap().iter();
@@ -178,7 +169,7 @@ fn a_doctor_finds_what_is_wrong() {
     eventually("all is well, but for the machine", || {
         let (_, report) = findings(&dev);
         let sick = ["quorum", "leader", "ready", "peers", "clock", "versions", "drained"];
-        (sick.iter().map(|check| checks(&report, check)).sum::<usize>() == 0).then_some(())
+        sick.iter().map(|check| checks(&report, check)).sum::<usize>() == 0
     });
     dev.run(&["drain", "n1"]);
     let (code, report) = findings(&dev);
@@ -223,7 +214,7 @@ fn a_backup_is_restored() {
     let server = Server::start(&[&node[..], &["--raft-auth-token-file", &secret]].concat());
     eventually("it serves", || {
         let ran = server.ctl(&["kv", "get", "key"]).run();
-        (ran.code == 0 && ran.out == "value\n").then_some(())
+        ran.code == 0 && ran.out == "value\n"
     });
     let force = ["cluster", "force-new", "--yes", "--raft-dir", &data, "--dflockd", &program];
     let refused = ctl(&force).run();

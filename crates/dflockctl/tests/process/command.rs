@@ -74,8 +74,7 @@ impl Server {
     /// Its output, which must be JSON.
     #[track_caller]
     pub(super) fn json(&self, args: &[&str]) -> Value {
-        let ran = self.ctl(args).run();
-        serde_json::from_str(&ran.out).unwrap_or_else(|error| panic!("{error}: {ran:?}"))
+        self.ctl(args).run().json()
     }
 
     /// What is known of a lock.
@@ -86,17 +85,17 @@ impl Server {
 
     #[track_caller]
     pub(super) fn wait_for_holders(&self, key: &str, count: u64) {
-        eventually(&format!("{count} holders"), || {
-            let holders = self.shown(key)["holders_total"].as_u64().unwrap_or_default();
-            (holders == count).then_some(())
-        });
+        self.wait_for("holders_total", key, count);
     }
 
     #[track_caller]
     pub(super) fn wait_for_waiters(&self, key: &str, count: u64) {
-        eventually(&format!("{count} waiters"), || {
-            let waiters = self.shown(key)["waiters"].as_u64().unwrap_or_default();
-            (waiters == count).then_some(())
-        });
+        self.wait_for("waiters", key, count);
+    }
+
+    #[track_caller]
+    fn wait_for(&self, what: &str, key: &str, count: u64) {
+        let shown = || self.shown(key)[what].as_u64().unwrap_or_default();
+        eventually(&format!("{count} {what}"), || shown() == count);
     }
 }

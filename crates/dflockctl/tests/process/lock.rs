@@ -33,8 +33,7 @@ fn the_program_knows_its_lock() {
         let shown = server.shown(&key);
         let holder = &shown["holders"][0];
         running.write(b"input\n");
-        running.close_input();
-        let ran = running.end().expect(0);
+        let ran = running.finish().expect(0);
         let lines: Vec<&str> = ran.out.lines().collect();
         assert_eq!(lines[0], key);
         assert_eq!(lines[1], holder["fence"].as_str().unwrap());
@@ -69,7 +68,7 @@ fn programs_that_can_not_be_run() {
 #[test]
 fn not_acquired() {
     let server = Server::start(&[]);
-    let mut holder = server.ctl(&["lock", "k", "--name", "first", "--", "cat"]).spawn();
+    let holder = server.ctl(&["lock", "k", "--name", "first", "--", "cat"]).spawn();
     server.wait_for_holders("k", 1);
     server.ctl(&["lock", "k", "--try", "--", "true"]).run().refused(75, "held by first");
     let begun = Instant::now();
@@ -77,8 +76,7 @@ fn not_acquired() {
     assert!(begun.elapsed() >= Duration::from_millis(300));
     server.ctl(&["elect", "k", "--try", "--", "true"]).run().refused(75, "k is not free");
     server.ctl(&["rlock", "k", "--try", "--", "true"]).run().refused(1, "another kind");
-    holder.close_input();
-    holder.end().expect(0);
+    holder.finish().expect(0);
     server.ctl(&["lock", "k", "--try", "--", "true"]).run().expect(0);
 }
 
@@ -86,22 +84,19 @@ fn not_acquired() {
 fn semaphores_and_readers_share() {
     let server = Server::start(&[]);
     let sem = |more: &[&str]| server.ctl(&[&["sem", "s", "--limit", "2"][..], more].concat());
-    let (mut first, mut second) = (sem(&["--", "cat"]).spawn(), sem(&["--", "cat"]).spawn());
+    let (first, second) = (sem(&["--", "cat"]).spawn(), sem(&["--", "cat"]).spawn());
     server.wait_for_holders("s", 2);
     sem(&["--try", "--", "true"]).run().refused(75, "and 1 more");
     server.ctl(&["sem", "s", "--limit", "3", "--", "true"]).run().refused(1, "--limit");
-    first.close_input();
-    first.end().expect(0);
+    first.finish().expect(0);
     sem(&["--try", "--", "true"]).run().expect(0);
-    second.close_input();
-    second.end().expect(0);
+    second.finish().expect(0);
 
-    let mut reader = server.ctl(&["rlock", "r", "--", "cat"]).spawn();
+    let reader = server.ctl(&["rlock", "r", "--", "cat"]).spawn();
     server.wait_for_holders("r", 1);
     server.ctl(&["rlock", "r", "--try", "--", "true"]).run().expect(0);
     server.ctl(&["wlock", "r", "--try", "--", "true"]).run().refused(75, "r is not free");
-    reader.close_input();
-    reader.end().expect(0);
+    reader.finish().expect(0);
     server.ctl(&["wlock", "r", "--try", "--", "true"]).run().expect(0);
 }
 
@@ -160,7 +155,7 @@ fn a_program_that_a_signal_ends() {
 #[test]
 fn a_signal_while_waiting_leaves_the_queue() {
     let (server, dir) = (Server::start(&[]), Dir::new());
-    let mut holder = server.ctl(&["lock", "k", "--", "cat"]).spawn();
+    let holder = server.ctl(&["lock", "k", "--", "cat"]).spawn();
     server.wait_for_holders("k", 1);
     for (name, number) in [("TERM", 15), ("INT", 2)] {
         let ran = dir.name("ran");
@@ -171,8 +166,7 @@ fn a_signal_while_waiting_leaves_the_queue() {
         assert_eq!(server.shown("k")["waiters"], 0, "left the queue");
         assert!(!std::path::Path::new(&ran).exists());
     }
-    holder.close_input();
-    holder.end().expect(0);
+    holder.finish().expect(0);
 }
 
 #[test]
@@ -180,17 +174,16 @@ fn a_broken_connection_does_not_end_the_lock() {
     let (server, dir) = (Server::start(&[]), Dir::new());
     let wire = Wire::to(server.address);
     let script = format!("echo > {}; cat; exit 3", dir.name("ready"));
-    let mut running = ctl(&["lock", "k", "--lease", "10s", "--", "sh", "-c", &script])
+    let running = ctl(&["lock", "k", "--lease", "10s", "--", "sh", "-c", &script])
         .env("DFLOCKD_SERVERS", &wire.address.to_string())
         .spawn();
     dir.wait_for("ready", "\n");
     for _ in 0..3 {
         assert_eq!(wire.cut(), 1);
-        eventually("it connects again", || (wire.connections() == 1).then_some(()));
+        eventually("it connects again", || wire.connections() == 1);
         assert_eq!(server.shown("k")["holders_total"], 1);
     }
-    running.close_input();
-    let ran = running.end().expect(3);
+    let ran = running.finish().expect(3);
     assert_eq!(ran.err, "");
     assert_eq!(server.shown("k")["holders_total"], 0, "released");
 }
@@ -212,11 +205,9 @@ fn a_server_that_is_restarted_while_we_wait() {
 fn a_failed_release_is_a_warning() {
     let (server, dir) = (Server::start(&[]), Dir::new());
     let script = format!("echo > {}; cat; exit 4", dir.name("ready"));
-    let mut running =
-        server.ctl(&["lock", "k", "--lease", "20s", "--", "sh", "-c", &script]).spawn();
+    let running = server.ctl(&["lock", "k", "--lease", "20s", "--", "sh", "-c", &script]).spawn();
     dir.wait_for("ready", "\n");
     server.kill();
-    running.close_input();
-    let ran = running.end().expect(4);
+    let ran = running.finish().expect(4);
     assert!(ran.err.contains("warning: k was not released"), "{ran:?}");
 }

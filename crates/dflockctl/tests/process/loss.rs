@@ -38,7 +38,7 @@ fn last_ns(dir: &Dir) -> u128 {
 #[track_caller]
 fn check_gone(dir: &Dir) {
     let child = dir.read("child");
-    eventually("the child of the program ends", || (!is_alive(&child)).then_some(()));
+    eventually("the child of the program ends", || !is_alive(&child));
 }
 
 #[test]
@@ -125,14 +125,13 @@ fn warned_only() {
     let dir = Dir::new();
     let script = format!("echo > {}; cat; echo finished", dir.name("ready"));
     let args = ["lock", "k", "--on-lost=warn", "--lease", "60s", "--", "sh", "-c", &script];
-    let mut running = server.ctl(&args).spawn();
+    let running = server.ctl(&args).spawn();
     dir.wait_for("ready", "\n");
     let fence = server.shown("k")["holders"][0]["fence"].as_str().unwrap().to_owned();
     let force = ["force-release", "k", &fence, "--reason", "test"];
     server.ctl(&force).env("DFLOCKD_ADMIN_TOKEN", "admin").run().expect(0);
     running.wait_for_err("the program goes on");
-    running.close_input();
-    let ran = running.end().expect(76);
+    let ran = running.finish().expect(76);
     assert_eq!(ran.out, "finished\n");
 }
 

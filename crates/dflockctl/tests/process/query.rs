@@ -63,8 +63,7 @@ fn servers_that_are_down_are_shown_as_such() {
     let run = |args: &[&str]| ctl(args).env("DFLOCKD_SERVERS", &both).run();
     let ran = run(&["status"]).expect(69);
     assert!(ran.out.contains("up") && ran.out.contains("down"), "{ran:?}");
-    let ran = run(&["status", "--json"]).expect(69);
-    let status: serde_json::Value = serde_json::from_str(&ran.out).unwrap();
+    let status = run(&["status", "--json"]).expect(69).json();
     assert_eq!((&status[0]["up"], &status[1]["up"]), (&true.into(), &false.into()));
     let ran = run(&["ping"]).expect(69);
     assert!(ran.out.contains(" ms") && ran.out.contains("can not be reached"), "{ran:?}");

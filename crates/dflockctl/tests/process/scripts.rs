@@ -68,8 +68,7 @@ fn queued_here_waited_for_there() {
     server.wait_for_waiters("k", 1);
     let waiting = server.ctl(&["wait", "k", "--session", session.trim(), "--json"]).spawn();
     server.ctl(&["release", "k", token]).run().expect(0);
-    let ran = waiting.end().expect(0);
-    let taken: serde_json::Value = serde_json::from_str(&ran.out).unwrap();
+    let taken = waiting.end().expect(0).json();
     assert_eq!(taken["session"], session.trim());
     let second = taken["token"].as_str().unwrap();
     assert_eq!(server.shown("k")["holders"][0]["fence"], taken["fence"]);
@@ -96,8 +95,8 @@ fn sessions_that_do_not_exist() {
     server.ctl(&["wait", "k"]).run().refused(64, "--session");
     let nobody = "0".repeat(32);
     server.ctl(&["wait", "k", "--session", &nobody]).run().refused(64, "no such session");
-    server.ctl(&["acquire", "k", "--kind", "sem"]).run().refused(64, "--limit");
-    server.ctl(&["acquire", "k", "--limit", "2"]).run().refused(64, "--kind sem");
+    server.ctl(&["acquire", "k", "--kind", "semaphore"]).run().refused(64, "--limit");
+    server.ctl(&["acquire", "k", "--limit", "2"]).run().refused(64, "--kind semaphore");
 }
 
 #[test]
@@ -115,9 +114,10 @@ fn an_interrupted_wait_leaves_nothing_behind() {
     let waiting = server.ctl(&["wait", "k", "--session", session.trim()]).spawn();
     server.wait_for_waiters("k", 1);
     // The place was there before; it waits when the session has moved to it.
+    let pid = waiting.pid().to_string();
     eventually("it waits", || {
-        (server.shown("k")["queue"][0]["client"].as_str()?.ends_with(&waiting.pid().to_string()))
-            .then_some(())
+        let client = server.shown("k")["queue"][0]["client"].clone();
+        client.as_str().is_some_and(|client| client.ends_with(&pid))
     });
     waiting.signal("TERM");
     waiting.end().refused(128 + 15, "interrupted");

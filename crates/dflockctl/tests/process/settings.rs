@@ -1,7 +1,6 @@
 //! Where the servers are: flags, variables, profiles; tokens and TLS.
 
-use dflockd_testkit::Dir;
-use rcgen::{CertificateParams, KeyPair};
+use dflockd_testkit::{Dir, Pair};
 
 use crate::command::{Ctl, Server, ctl};
 
@@ -65,10 +64,8 @@ fn profiles_are_checked() {
 fn tokens() {
     let (dir, server) = (Dir::new(), Server::start(&["--auth-token", "secret"]));
     let (right, wrong) = (dir.write("right", "secret\n"), dir.write("wrong", "guess"));
-    server
-        .ctl(&["kv", "get", "k", "--auth-token-file", &wrong])
-        .run()
-        .refused(77, "authentication");
+    let guess = server.ctl(&["kv", "get", "k", "--auth-token-file", &wrong]);
+    guess.run().refused(77, "authentication");
     server.ctl(&["lock", "k", "--auth-token-file", &wrong, "--", "true"]).run().expect(77);
     server.ctl(&["lock", "k", "--auth-token-file", &right, "--", "true"]).run().expect(0);
     server.ctl(&["ping"]).env("DFLOCKD_AUTH_TOKEN", "secret").run().expect(0);
@@ -99,11 +96,9 @@ fn a_missing_token() {
 #[test]
 fn tls() {
     let dir = Dir::new();
-    let key = KeyPair::generate().unwrap();
-    let params = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-    let cert = dir.write("cert.pem", params.self_signed(&key).unwrap().pem());
-    let key = dir.write("key.pem", key.serialize_pem());
-    let server = Server::start(&["--tls-cert", &cert, "--tls-key", &key]);
+    let [cert, key] = Pair::new().flags(&dir);
+    let server = Server::start(&[&cert, &key]);
+    let (cert, key) = (dir.name("cert.pem"), dir.name("key.pem"));
     let at = format!("localhost:{}", server.address.port());
     let run = |args: &[&str], variables: &[(&str, &str)]| {
         let command = with_profiles(&dir, &[&["ping"], args].concat());
@@ -116,9 +111,7 @@ fn tls() {
     dir.write("dflockd/profiles.toml", format!("[profile.p]\ntls_ca = \"{cert}\"\n"));
     run(&["--profile", "p"], &[]).expect(0);
     // Another certificate, none, and no certificates at all.
-    let other = CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-    let other = other.self_signed(&KeyPair::generate().unwrap()).unwrap().pem();
-    let other = dir.write("other.pem", &other);
+    let other = dir.write("other.pem", Pair::new().cert);
     assert!(run(&["--tls-ca", &other], &[]).expect(69).err.contains("certificate"));
     run(&["--connect-timeout", "1s"], &[("DFLOCKD_TLS_CA", &cert), ("DFLOCKD_TLS", "off")])
         .expect(69);

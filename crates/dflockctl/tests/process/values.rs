@@ -18,13 +18,11 @@ fn key_values() {
     assert!(run(&["del", "k", "--json"]).expect(0).out.contains("true"));
     run(&["cas", "k", "", "first"]).expect(0);
     run(&["set", "short", "x", "--ttl", "200ms"]).expect(0);
-    eventually("it is gone", || (run(&["get", "short"]).code == 1).then_some(()));
+    eventually("it is gone", || run(&["get", "short"]).code == 1);
     run(&["set", "k", "a\tb"]).refused(64, "TAB");
     run(&["set", "bad key", "v"]).refused(64, "white space");
-    assert_eq!(
-        run(&["get", "none", "--json"]).expect(1).out,
-        "{\"key\":\"none\",\"value\":null}\n"
-    );
+    let none = run(&["get", "none", "--json"]).expect(1).out;
+    assert_eq!(none, "{\"key\":\"none\",\"value\":null}\n");
 }
 
 #[test]
@@ -54,10 +52,7 @@ fn lists() {
     assert_eq!(run(&["pop", "l"]).expect(1).out, "");
     run(&["pop", "l", "--wait", "50ms"]).expect(75);
     let waiting = server.ctl(&["list", "pop", "l", "--wait", "60s"]).spawn();
-    eventually("it waits", || {
-        let shown = server.ctl(&["show", "l", "--json"]).run();
-        shown.out.contains("\"pop_waiters\":1").then_some(())
-    });
+    eventually("it waits", || server.shown("l")["pop_waiters"] == 1);
     run(&["push", "l", "late"]).expect(0);
     assert_eq!(waiting.end().expect(0).out, "late\n");
     run(&["push", "l", "--left", "--right", "x"]).refused(64, "--left");
@@ -70,10 +65,7 @@ fn barriers() {
         |more: &[&str]| server.ctl(&[&["barrier", "b", "--count", "2"][..], more].concat());
     barrier(&["--wait", "50ms"]).run().refused(75, "not all 2");
     let first = barrier(&["--json"]).spawn();
-    eventually("it waits", || {
-        let shown = server.ctl(&["show", "b", "--json"]).run();
-        shown.out.contains("\"participants\":1").then_some(())
-    });
+    eventually("it waits", || server.shown("b")["participants"] == 1);
     barrier(&[]).run().expect(0);
     assert!(first.end().expect(0).out.contains("true"));
 }
@@ -84,7 +76,7 @@ fn signals_and_listeners() {
     let mut plain = server.ctl(&["listen", "news.>"]).spawn();
     let mut group = server.ctl(&["listen", "news.*", "--group", "g", "--json"]).spawn();
     let send = |payload: &str| server.ctl(&["signal", "news.local", payload]).run();
-    eventually("both listen", || (send("hello there").expect(0).out == "2\n").then_some(()));
+    eventually("both listen", || send("hello there").expect(0).out == "2\n");
     plain.wait_for_out("news.local hello there\n");
     group.wait_for_out("{\"channel\":\"news.local\",\"payload\":\"hello there\"}\n");
     let sent = server.json(&["signal", "news.local", "again", "--json"]);
@@ -97,7 +89,7 @@ fn signals_and_listeners() {
     let counted = server.ctl(&["listen", "news.local", "--count", "1"]).spawn();
     eventually("it has heard one", || {
         send("last").expect(0);
-        counted.is_silent().then_some(())
+        counted.is_silent()
     });
     assert_eq!(counted.end().expect(0).out, "news.local last\n");
     server.ctl(&["signal", "news.*", "x"]).run().expect(1);
@@ -109,21 +101,19 @@ fn changes() {
     let server = Server::start(&[]);
     let mut watch = server.ctl(&["watch", "w.*"]).spawn();
     let json = server.ctl(&["watch", "w.k", "--count", "1", "--json"]).spawn();
-    eventually("both watch", || {
-        let stats = server.json(&["status", "--json"]);
-        (stats[0]["connections"].as_u64()? >= 5).then_some(())
-    });
+    let connections = || server.json(&["status", "--json"])[0]["connections"].as_u64();
+    eventually("both watch", || connections() >= Some(5));
     // A watch stands a moment after its connection.
     eventually("a change is seen", || {
         server.ctl(&["kv", "set", "w.k", "1"]).run().expect(0);
-        watch.output().contains("kset     w.k").then_some(())
+        watch.output().contains("kset     w.k")
     });
     server.ctl(&["lock", "w.l", "--", "true"]).run().expect(0);
     watch.wait_for_out("acquire  w.l");
     watch.wait_for_out("release  w.l");
     eventually("the other has seen one too", || {
         server.ctl(&["kv", "set", "w.k", "1"]).run().expect(0);
-        json.is_silent().then_some(())
+        json.is_silent()
     });
     assert!(json.end().expect(0).out.contains("{\"event\":\"kset\",\"key\":\"w.k\"}"));
     watch.signal("INT");

@@ -1,9 +1,10 @@
 //! Futures that are dropped half way leave nothing behind.
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
+use std::task::Poll;
 use std::time::Duration;
 
 use dflockd_client::{Client, Error, Guard, Instant, OnDisconnect};
@@ -11,40 +12,41 @@ use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::{LIMIT, millis};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use tokio::task::JoinHandle;
 
 use super::proxy::Proxy;
-use super::server::{Either, LONG, Process, crowded};
+use super::server::{Either, LONG, Process, acquiring, crowd, crowded};
 
 /// Polls a future so often, then drops it. None if it was not ready by then.
-struct DropAfter<F> {
-    future: Option<Pin<Box<F>>>,
-    polls: usize,
-}
-
-impl<F: Future> Future for DropAfter<F> {
-    type Output = Option<F::Output>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.polls == 0 {
-            self.future = None;
+async fn drop_after<F: Future>(mut polls: usize, future: F) -> Option<F::Output> {
+    let mut future = Box::pin(future);
+    poll_fn(|context| {
+        if polls == 0 {
             return Poll::Ready(None);
         }
-        self.polls -= 1;
-        let last = self.polls == 0;
-        let Some(future) = self.future.as_mut() else { return Poll::Ready(None) };
+        polls -= 1;
         match future.as_mut().poll(context) {
             Poll::Ready(output) => Poll::Ready(Some(output)),
-            Poll::Pending if last => {
-                self.future = None;
-                Poll::Ready(None)
-            }
+            Poll::Pending if polls == 0 => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
         }
-    }
+    })
+    .await
 }
 
-fn drop_after<F: Future>(polls: usize, future: F) -> DropAfter<F> {
-    DropAfter { future: Some(Box::pin(future)), polls }
+/// Drops what came of it, and waits until nothing of it is left; whether there was an outcome.
+async fn dropped<T>(outcome: Option<T>, other: &Client, key: &str) -> bool {
+    let complete = outcome.is_some();
+    drop(outcome);
+    crowded(other, key, (0, 0)).await;
+    complete
+}
+
+/// Gives up something that waits for a key that is held: it leaves the queue.
+async fn abort_waiting<T>(waiting: JoinHandle<T>, other: &Client, key: &str) {
+    crowded(other, key, (1, 1)).await;
+    waiting.abort();
+    crowded(other, key, (1, 0)).await;
 }
 
 type Asking = Pin<Box<dyn Future<Output = Result<Option<Guard>, Error>> + Send>>;
@@ -92,10 +94,7 @@ async fn dropped_at_every_point_while_it_is_free() {
             loop {
                 let (key, asking) = every_way(&client).swap_remove(way);
                 let outcome = soon("the end", drop_after(polls, asking)).await;
-                let complete = outcome.is_some();
-                drop(outcome);
-                crowded(&other, key, (0, 0)).await;
-                if complete {
+                if dropped(outcome, &other, key).await {
                     break;
                 }
                 polls += 1;
@@ -117,19 +116,11 @@ async fn dropped_at_every_point_while_it_waits() {
                 let (key, asking) = every_way(&client).swap_remove(way);
                 let waiting = tokio::spawn(drop_after(polls, asking));
                 // At some of the points it has left before it was seen.
-                let seen = async || {
-                    if waiting.is_finished() {
-                        return Some(());
-                    }
-                    (super::server::crowd(&other, key).await == (1, 1)).then_some(())
-                };
+                let seen = async || waiting.is_finished() || crowd(&other, key).await == (1, 1);
                 eventually("it waits", seen).await;
                 drop(held);
                 let outcome = soon("the end", waiting).await.unwrap();
-                let complete = outcome.is_some();
-                drop(outcome);
-                crowded(&other, key, (0, 0)).await;
-                if complete {
+                if dropped(outcome, &other, key).await {
                     break;
                 }
                 assert!(polls < 50, "it never completes");
@@ -147,10 +138,7 @@ async fn dropped_while_it_waits() {
         // The third one does not wait.
         for way in (0..every_way(&client).len()).filter(|way| *way != 2) {
             let (key, asking) = every_way(&client).swap_remove(way);
-            let waiting = tokio::spawn(asking);
-            crowded(&other, key, (1, 1)).await;
-            waiting.abort();
-            crowded(&other, key, (1, 0)).await;
+            abort_waiting(tokio::spawn(asking), &other, key).await;
         }
     }
 }
@@ -177,10 +165,8 @@ async fn dropped_while_the_grant_is_renewed() {
                 tokio::time::sleep(wait).await;
                 held.release().await.unwrap();
                 let outcome = soon("the end", waiting).await.unwrap();
-                let complete = outcome.is_some();
-                drop(outcome);
                 let dropped_at = Instant::now();
-                crowded(&other, "k", (0, 0)).await;
+                let complete = dropped(outcome, &other, "k").await;
                 assert!(dropped_at.elapsed() < lease / 2, "it waited for the lease to end");
                 if complete {
                     assert!(polls > 2, "there was a renewal to wait for");
@@ -227,7 +213,7 @@ async fn storm(server: &Either, clients: Vec<Client>, between: impl AsyncFn()) {
         })
     });
     let droppers: Vec<_> = droppers.collect();
-    while !droppers.iter().all(tokio::task::JoinHandle::is_finished) {
+    while !droppers.iter().all(JoinHandle::is_finished) {
         between().await;
         tokio::time::sleep(millis(10)).await;
     }
@@ -276,25 +262,19 @@ async fn dropped_together_with_the_client() {
     for server in Either::both() {
         let other = server.client().await;
         for on_disconnect in [OnDisconnect::Keep, OnDisconnect::Release] {
-            for polls in 0..4 {
+            // All that is left of a client.
+            let lock = async || {
                 let builder = Client::builder().on_disconnect(on_disconnect);
-                let client = server.client_with(builder).await.unwrap();
-                let lock = client.lock("lock").lease(LONG);
-                drop(client);
+                server.client_with(builder).await.unwrap().lock("lock").lease(LONG)
+            };
+            for polls in 0..4 {
+                let lock = lock().await;
                 let outcome = drop_after(polls, async move { lock.acquire().await }).await;
-                drop(outcome);
-                crowded(&other, "lock", (0, 0)).await;
+                dropped(outcome, &other, "lock").await;
             }
             // While it waits.
             let guard = other.lock("lock").lease(LONG).acquire().await.unwrap();
-            let builder = Client::builder().on_disconnect(on_disconnect);
-            let client = server.client_with(builder).await.unwrap();
-            let lock = client.lock("lock").lease(LONG);
-            drop(client);
-            let waiting = tokio::spawn(async move { lock.acquire().await });
-            crowded(&other, "lock", (1, 1)).await;
-            waiting.abort();
-            crowded(&other, "lock", (1, 0)).await;
+            abort_waiting(acquiring(lock().await), &other, "lock").await;
             guard.release().await.unwrap();
         }
     }
@@ -311,7 +291,7 @@ async fn dropped_together_with_the_client_before_the_answer() {
         proxy.pass(true, false);
         let lock = client.lock("k").lease(LONG);
         drop(client);
-        let acquiring = tokio::spawn(async move { lock.acquire().await });
+        let acquiring = acquiring(lock);
         crowded(&other, "k", (1, 0)).await;
         acquiring.abort();
         assert!(acquiring.await.is_err());
@@ -356,10 +336,8 @@ async fn a_dropped_pop_loses_nothing() {
         for polls in 0..4 {
             other.list("l").push_right(b"x").await.unwrap();
             let popped = drop_after(polls, list.pop_left_wait(LIMIT)).await;
-            let back = async || {
-                let length = other.list("l").len().await.unwrap();
-                (length == u64::from(popped.is_none())).then_some(())
-            };
+            let left = u64::from(popped.is_none());
+            let back = async || other.list("l").len().await == Ok(left);
             eventually("the item is back or was taken", back).await;
             other.list("l").pop_left().await.unwrap();
         }
@@ -367,7 +345,7 @@ async fn a_dropped_pop_loses_nothing() {
         let waits = async |count: u64| {
             let stats = other.stats().await.unwrap();
             let waiters = stats[0]["lists"][0]["pop_waiters"].as_u64().unwrap_or_default();
-            (waiters == count).then_some(())
+            waiters == count
         };
         eventually("it waits", async || waits(1).await).await;
         waiting.abort();
@@ -383,10 +361,7 @@ async fn a_dropped_barrier_lets_nobody_pass() {
         let (one, two) = (a.barrier("b", 3), b.barrier("b", 3));
         let one = tokio::spawn(async move { one.wait(LIMIT).await });
         let two = tokio::spawn(async move { two.wait(LIMIT).await });
-        let arrived = async || {
-            let stats = a.stats().await.unwrap();
-            (stats[0]["barriers"][0]["participants"] == 2).then_some(())
-        };
+        let arrived = async || a.stats().await.unwrap()[0]["barriers"][0]["participants"] == 2;
         eventually("both arrive", arrived).await;
         one.abort();
         assert_eq!(soon("the end", two).await.unwrap(), Ok(false));
@@ -411,28 +386,24 @@ async fn dropped_while_it_waits_over_grpc() {
         ("queued", Box::pin(async move { queued.enqueue().await?.wait(WAIT).await })),
     ];
     for (key, asking) in all {
-        let waiting = tokio::spawn(asking);
-        crowded(&other, key, (1, 1)).await;
-        waiting.abort();
-        crowded(&other, key, (1, 0)).await;
+        abort_waiting(tokio::spawn(asking), &other, key).await;
     }
     // More than can wait at a time: those that have not been sent go, too.
-    let crowd: Vec<_> = (0..1000)
+    let many: Vec<_> = (0..1000)
         .map(|_| {
             let lock = client.lock("lock").lease(LONG);
             tokio::spawn(async move { lock.acquire_timeout(WAIT).await })
         })
         .collect();
-    let many = async || (super::server::crowd(&other, "lock").await.1 >= 500).then_some(());
-    eventually("a crowd", many).await;
-    crowd.iter().for_each(tokio::task::JoinHandle::abort);
+    eventually("a crowd", async || crowd(&other, "lock").await.1 >= 500).await;
+    many.iter().for_each(JoinHandle::abort);
     crowded(&other, "lock", (1, 0)).await;
     let list = client.list("l");
     let popping = tokio::spawn(async move { list.pop_left_wait(WAIT).await });
     let waits = async |count: u64| {
         let about = other.inspect(b"l").await.unwrap();
         let waiters = about.map_or(0, |about| about["pop_waiters"].as_u64().unwrap_or_default());
-        (waiters == count).then_some(())
+        waiters == count
     };
     eventually("it waits", async || waits(1).await).await;
     popping.abort();

@@ -1,26 +1,21 @@
 //! What a broken connection does, and a server that comes back empty.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dflockd_client::{Client, Error, Guard, Instant, LeaderEvent, Lost, OnDisconnect, testing};
+use dflockd_client::{Error, Instant, LeaderEvent, Lost, OnDisconnect};
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::{LIMIT, millis};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::proxy::Proxy;
-use super::server::{LONG, Process, SLACK, crowd, crowded};
-
-async fn held(client: &Client, key: &str, lease: Duration) -> Guard {
-    client.lock(key).lease(lease).try_acquire().await.unwrap().expect("it is free")
-}
+use super::server::{LONG, Process, SLACK, acquiring, crowd, crowded, held, in_process, proxied};
 
 #[tokio::test]
 async fn kept_over_a_cut_in_the_process() {
-    let server = testing::Server::start().unwrap();
-    let (a, b) = (server.client().await.unwrap(), server.client().await.unwrap());
+    let (server, a, b) = in_process().await;
     let guard = held(&a, "k", Duration::from_secs(3)).await;
     let (token, fence) = (guard.token().to_owned(), guard.fence());
     for _ in 0..5 {
@@ -45,15 +40,13 @@ async fn kept_over_a_cut_in_the_process() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn kept_over_a_cut_of_the_wire() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let client = proxy.builder().connect().await.unwrap();
+    let (server, proxy, client) = proxied(OnDisconnect::Keep).await;
     let other = server.client().await;
     let session = client.session().unwrap();
     let guard = held(&client, "k", Duration::from_secs(6)).await;
     for round in 2..5 {
         proxy.cut();
-        eventually("a new connection", async || (proxy.connections() >= round).then_some(())).await;
+        eventually("a new connection", async || proxy.connections() >= round).await;
         guard.renew().await.unwrap();
         assert!(guard.is_valid());
         assert!(other.lock("k").try_acquire().await.unwrap().is_none());
@@ -85,15 +78,9 @@ async fn requests_in_flight_are_done_once() {
             let mut random = StdRng::seed_from_u64(1);
             while !over.load(Ordering::SeqCst) {
                 match random.random_range(0..4) {
-                    // Executed, but the answers are lost.
-                    0 => {
-                        proxy.pass(true, false);
-                        tokio::time::sleep(millis(random.random_range(1..20))).await;
-                        proxy.cut();
-                        proxy.pass(true, true);
-                    }
-                    1 => {
-                        proxy.pass(false, true);
+                    // First executed, but the answers are lost; then neither.
+                    way @ 0..2 => {
+                        proxy.pass(way == 0, way == 1);
                         tokio::time::sleep(millis(random.random_range(1..20))).await;
                         proxy.cut();
                         proxy.pass(true, true);
@@ -141,56 +128,36 @@ async fn a_place_in_the_queue_is_kept() {
     let second = proxy.builder().connect().await.unwrap();
     let holder = server.client().await;
     let guard = held(&holder, "k", LONG).await;
-    let order = Arc::new(turns::Order::default());
+    let order = Arc::new(Mutex::new(Vec::new()));
     let mut waiting = Vec::new();
     for (place, client) in [&first, &second, &third].into_iter().enumerate() {
         let (lock, order) = (client.lock("k").lease(LONG), Arc::clone(&order));
         waiting.push(tokio::spawn(async move {
             let guard = lock.acquire().await.unwrap();
-            order.note(place);
+            order.lock().unwrap().push(place);
             guard.release().await.unwrap();
         }));
         crowded(&holder, "k", (1, place + 1)).await;
     }
     proxy.cut();
-    eventually("a new connection", async || (proxy.connections() >= 2).then_some(())).await;
+    eventually("a new connection", async || proxy.connections() >= 2).await;
     second.ping().await.unwrap();
     assert_eq!(crowd(&holder, "k").await, (1, 3));
     guard.release().await.unwrap();
     for waiting in waiting {
         soon("a turn", waiting).await.unwrap();
     }
-    assert_eq!(order.seen(), [0, 1, 2]);
-}
-
-/// Who came when.
-mod turns {
-    use std::sync::Mutex;
-
-    #[derive(Default)]
-    pub(super) struct Order(Mutex<Vec<usize>>);
-
-    impl Order {
-        pub(super) fn note(&self, who: usize) {
-            self.0.lock().unwrap().push(who);
-        }
-
-        pub(super) fn seen(&self) -> Vec<usize> {
-            self.0.lock().unwrap().clone()
-        }
-    }
+    assert_eq!(*order.lock().unwrap(), [0, 1, 2]);
 }
 
 /// A wait that stays open hinders acknowledgements; thousands of later requests and some cuts cost neither it nor
 /// them anything.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_wait_beside_many_requests() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let (client, holder) = (proxy.builder().connect().await.unwrap(), server.client().await);
+    let (server, proxy, client) = proxied(OnDisconnect::Keep).await;
+    let holder = server.client().await;
     let guard = held(&holder, "k", LONG).await;
-    let lock = client.lock("k").lease(LONG);
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(client.lock("k").lease(LONG));
     crowded(&holder, "k", (1, 1)).await;
     for round in 1..=3 {
         for _ in 0..500 {
@@ -209,9 +176,8 @@ async fn a_long_wait_beside_many_requests() {
 /// Streams subscribe again, and tell that something may have been missed.
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_come_back() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let (client, other) = (proxy.builder().connect().await.unwrap(), server.client().await);
+    let (server, proxy, client) = proxied(OnDisconnect::Keep).await;
+    let other = server.client().await;
     let mut signals = client.listen("s.>", None).await.unwrap();
     let mut watch = client.watch("k").await.unwrap();
     let mut leaders = client.election("e").observe().await.unwrap();
@@ -238,12 +204,10 @@ async fn streams_come_back() {
 /// Granted while there was no connection: the answer comes with the next one.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_grant_without_a_connection_arrives_later() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let (client, holder) = (proxy.builder().connect().await.unwrap(), server.client().await);
+    let (server, proxy, client) = proxied(OnDisconnect::Keep).await;
+    let holder = server.client().await;
     let guard = held(&holder, "k", LONG).await;
-    let lock = client.lock("k").lease(LONG);
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(client.lock("k").lease(LONG));
     crowded(&holder, "k", (1, 1)).await;
     proxy.refuse(true);
     proxy.cut();
@@ -257,15 +221,11 @@ async fn a_grant_without_a_connection_arrives_later() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn released_by_a_cut() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let builder = proxy.builder().on_disconnect(OnDisconnect::Release);
-    let client = builder.connect().await.unwrap();
+    let (server, proxy, client) = proxied(OnDisconnect::Release).await;
     assert_eq!(client.session(), None);
     let other = server.client().await;
     let guard = held(&client, "k", LONG).await;
-    let lock = other.lock("k");
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(other.lock("k"));
     crowded(&other, "k", (1, 1)).await;
     proxy.cut();
     let cut_at = Instant::now();
@@ -286,13 +246,10 @@ async fn released_by_a_cut() {
 /// A wait that the cut ended says so: nobody knows what became of it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_ends_with_a_cut() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let builder = proxy.builder().on_disconnect(OnDisconnect::Release);
-    let (client, other) = (builder.connect().await.unwrap(), server.client().await);
+    let (server, proxy, client) = proxied(OnDisconnect::Release).await;
+    let other = server.client().await;
     let _guard = held(&other, "k", LONG).await;
-    let lock = client.lock("k");
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(client.lock("k"));
     crowded(&other, "k", (1, 1)).await;
     proxy.cut();
     let error = soon("the end", waiting).await.unwrap().map(|_| ()).unwrap_err();
@@ -305,10 +262,8 @@ async fn a_wait_ends_with_a_cut() {
 /// look like a lock that is held.
 #[tokio::test]
 async fn a_grant_of_a_connection_that_is_gone_is_lost() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let builder = proxy.builder().on_disconnect(OnDisconnect::Release);
-    let (client, other) = (builder.connect().await.unwrap(), server.client().await);
+    let (server, proxy, client) = proxied(OnDisconnect::Release).await;
+    let other = server.client().await;
     let lock = client.lock("k").lease(Duration::from_secs(2000));
     let mut acquiring = Box::pin(lock.try_acquire());
     polled_once(acquiring.as_mut()).await;

@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use dflockd_client::{Client, Error, Guard, Instant, Lost};
+use dflockd_client::{Client, Error, Instant, Lost};
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::{LIMIT, millis};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use super::server::{LONG, Process, SLACK, crowd, crowded};
+use super::server::{LONG, Process, SLACK, acquiring, crowd, crowded, held};
 
 /// What it does with a greeting.
 #[derive(Clone, Copy, Debug)]
@@ -78,7 +78,7 @@ impl OldServer {
 
     async fn open_is(&self, count: usize) {
         let what = format!("{count} connections");
-        eventually(&what, async || (self.open() == count).then_some(())).await;
+        eventually(&what, async || self.open() == count).await;
     }
 
     fn heard(&self, command: &str) -> usize {
@@ -127,10 +127,6 @@ async fn converse(shared: &Shared, client: TcpStream) -> std::io::Result<()> {
     }
 }
 
-async fn held(client: &Client, key: &str, lease: Duration) -> Guard {
-    client.lock(key).lease(lease).try_acquire().await.unwrap().expect("it is free")
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn everything_works_with_every_generation() {
     for manners in [Manners::Refuses, Manners::RefusesAndCloses, Manners::Closes] {
@@ -145,8 +141,7 @@ async fn everything_works_with_every_generation() {
         assert!(first.is_valid());
         assert!(b.lock("k").try_acquire().await.unwrap().is_none());
         assert!(b.lock("k").acquire_timeout(millis(100)).await.unwrap().is_none());
-        let lock = b.lock("k").lease(LONG);
-        let waiting = tokio::spawn(async move { lock.acquire().await });
+        let waiting = acquiring(b.lock("k").lease(LONG));
         crowded(&modern, "k", (1, 1)).await;
         let fence = first.fence();
         first.release().await.unwrap();
@@ -201,8 +196,7 @@ async fn a_connection_for_each_lock() {
     let one = held(&client, "one", LONG).await;
     let two = held(&client, "two", LONG).await;
     old.open_is(3).await;
-    let lock = client.lock("one");
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(client.lock("one"));
     crowded(&modern, "one", (1, 1)).await;
     old.open_is(4).await;
     // Dropping the request closes its connection, and the server forgets the place.

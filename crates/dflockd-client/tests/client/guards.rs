@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use dflockd_client::{Client, Error, Guard, Instant, Lost, testing};
+use dflockd_client::{Client, Error, Guard, Instant, Lost, OnDisconnect};
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::millis;
 use dflockd_testkit::process::{Reaper, example};
@@ -15,15 +15,11 @@ use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader as AsyncReader};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::proxy::Proxy;
-use super::server::{LONG, Process, SLACK, crowd, crowded};
+use super::server::{LONG, Process, SLACK, acquiring, crowd, crowded, held, in_process, proxied};
 
 /// What a client may rely on of a lease.
 fn validity(lease: Duration) -> Duration {
     lease - lease / 100
-}
-
-async fn held(client: &Client, key: &str, lease: Duration) -> Guard {
-    client.lock(key).lease(lease).try_acquire().await.unwrap().expect("it is free")
 }
 
 /// The guard is lost for want of answers, and not long after it ceased to be valid.
@@ -37,9 +33,7 @@ async fn lost_unreachable(guard: &Guard) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn validity_counts_from_the_sending() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let client = proxy.builder().connect().await.unwrap();
+    let (_server, proxy, client) = proxied(OnDisconnect::Keep).await;
     // Short of the hundredth part of the lease, from where on the grant is renewed first.
     let (lease, delay) = (Duration::from_secs(100), millis(400));
 
@@ -72,12 +66,10 @@ async fn validity_counts_from_the_sending() {
 
 #[tokio::test]
 async fn a_late_grant_is_renewed_first() {
-    let server = testing::Server::start().unwrap();
-    let (a, b) = (server.client().await.unwrap(), server.client().await.unwrap());
+    let (_server, a, b) = in_process().await;
     let lease = Duration::from_secs(3);
     let first = held(&a, "k", LONG).await;
-    let lock = b.lock("k").lease(lease);
-    let waiting = tokio::spawn(async move { lock.acquire().await });
+    let waiting = acquiring(b.lock("k").lease(lease));
     crowded(&a, "k", (1, 1)).await;
     tokio::time::sleep(lease + millis(200)).await;
     let freed_at = Instant::now();
@@ -108,9 +100,7 @@ async fn renewal_keeps_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn renewal_comes_at_a_third() {
-    let server = Process::start::<&str>(&[]);
-    let proxy = Proxy::to(server.address).await;
-    let client = proxy.builder().connect().await.unwrap();
+    let (_server, proxy, client) = proxied(OnDisconnect::Keep).await;
     let lease = Duration::from_secs(6);
     let guard = held(&client, "k", lease).await;
     let granted_at = Instant::now();
@@ -166,14 +156,13 @@ async fn a_connection_that_hangs_is_replaced() {
     client.ping().await.unwrap();
     // What stands now never carries anything again, as after a change of the network; new ones would.
     proxy.hang();
-    let works = async || client.ping().await.is_ok().then_some(());
+    let works = async || client.ping().await.is_ok();
     eventually("the client finds a way", works).await;
 }
 
 #[tokio::test]
 async fn lost_when_somebody_releases_it() {
-    let server = testing::Server::start().unwrap();
-    let (a, b) = (server.client().await.unwrap(), server.client().await.unwrap());
+    let (_server, a, b) = in_process().await;
     let guard = held(&a, "k", millis(900)).await;
     b.release_token(b"k", false, guard.token()).await.unwrap();
     let next = held(&b, "k", LONG).await;
@@ -192,14 +181,13 @@ async fn the_second_reason_does_not_count() {
     client.force_release(b"k", false, guard.fence(), "adm1n", "because").await.unwrap();
     assert_eq!(soon("the loss", guard.lost()).await, Lost::Forced);
     let valid_until = guard.valid_until();
-    eventually("its lease ends", async || valid_until.remaining().is_zero().then_some(())).await;
+    eventually("its lease ends", async || valid_until.remaining().is_zero()).await;
     assert_eq!(soon("the loss", guard.lost()).await, Lost::Forced);
 }
 
 #[tokio::test]
 async fn the_release_tells() {
-    let server = testing::Server::start().unwrap();
-    let (a, b) = (server.client().await.unwrap(), server.client().await.unwrap());
+    let (_server, a, b) = in_process().await;
     let guard = held(&a, "k", LONG).await;
     guard.release().await.unwrap();
     assert_eq!(crowd(&a, "k").await, (0, 0));
@@ -319,11 +307,11 @@ async fn what_nobody_decides_is_not_lost() {
     undecided.store(true, Ordering::SeqCst);
     let refused = guard.renew().await.unwrap_err();
     assert!(refused.may_retry() && !refused.may_have_applied(), "{refused}");
-    let several = async || (count.load(Ordering::SeqCst) >= 3).then_some(());
+    let several = async || count.load(Ordering::SeqCst) >= 3;
     eventually("renewals that nobody decides", several).await;
     assert!(guard.is_valid());
     let until = guard.valid_until();
     undecided.store(false, Ordering::SeqCst);
-    eventually("a renewal", async || (guard.valid_until() > until).then_some(())).await;
+    eventually("a renewal", async || guard.valid_until() > until).await;
     guard.release().await.unwrap();
 }

@@ -6,7 +6,7 @@ use dflockd_client::{Change, Error, ErrorCode, Guard, Instant, LeaderEvent, Lost
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::{LIMIT, millis};
 
-use super::server::{Either, LONG, Process, crowd, crowded};
+use super::server::{Either, LONG, Process, acquiring, crowd, crowded};
 
 fn refused<T: std::fmt::Debug>(outcome: Result<T, Error>) -> ErrorCode {
     match outcome {
@@ -36,8 +36,7 @@ async fn locks() {
         assert!(begun.elapsed() >= millis(50), "{:?}", begun.elapsed());
         assert_eq!(crowd(&a, "k").await, (1, 0));
 
-        let lock = b.lock("k");
-        let waiting = tokio::spawn(async move { lock.acquire().await });
+        let waiting = acquiring(b.lock("k"));
         crowded(&a, "k", (1, 1)).await;
         let fence = first.fence();
         first.release().await.unwrap();
@@ -188,7 +187,7 @@ async fn values() {
 
         let begun = Instant::now();
         kv.set(b"brief", Some(millis(300))).await.unwrap();
-        let gone = async || other.get().await.unwrap().is_none().then_some(());
+        let gone = async || other.get().await.unwrap().is_none();
         eventually("the value's end", gone).await;
         assert!(begun.elapsed() >= millis(300), "{:?}", begun.elapsed());
 
@@ -296,7 +295,7 @@ async fn signals() {
         assert!(got == expected || got == [expected[1].clone(), expected[0].clone()], "{got:?}");
 
         drop(exact);
-        let fewer = async || (b.signal("jobs.done", b"x").await == Ok(3)).then_some(());
+        let fewer = async || b.signal("jobs.done", b"x").await == Ok(3);
         eventually("a stream that was dropped does not listen", fewer).await;
         assert!(matches!(a.signal("jobs.*", b"x").await, Err(Error::Refused(_))));
         assert!(matches!(a.listen("a.>.b", None).await.map(|_| ()), Err(Error::Invalid(_))));
@@ -413,8 +412,7 @@ async fn what_can_be_asked() {
         let (a, b) = (server.named("alice").await, server.named("bob").await);
         assert_eq!(a.inspect(b"k").await, Ok(None));
         let guard = held(a.lock("k").try_acquire().await);
-        let lock = b.lock("k");
-        let waiting = tokio::spawn(async move { lock.acquire().await });
+        let waiting = acquiring(b.lock("k"));
         crowded(&a, "k", (1, 1)).await;
         let about = b.inspect(b"k").await.unwrap().unwrap();
         assert_eq!(about["kind"], "mutex");

@@ -5,10 +5,13 @@ use std::net::SocketAddr;
 use std::ops::Deref;
 use std::time::Duration;
 
-use dflockd_client::{Client, ClientBuilder, Error, Transport, testing};
+use dflockd_client::{Client, ClientBuilder, Error, Guard, Lock, OnDisconnect, Transport, testing};
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::{Server, command};
 use serde_json::Value;
+use tokio::task::JoinHandle;
+
+use super::proxy::Proxy;
 
 /// How late a task may run on a busy machine.
 pub(super) const SLACK: Duration = Duration::from_secs(2);
@@ -100,6 +103,31 @@ impl Either {
     }
 }
 
+/// One in this process, and two clients of it.
+pub(super) async fn in_process() -> (testing::Server, Client, Client) {
+    let server = testing::Server::start().unwrap();
+    let (a, b) = (server.client().await.unwrap(), server.client().await.unwrap());
+    (server, a, b)
+}
+
+/// A process, a way to it that can go wrong, and a client that goes this way.
+pub(super) async fn proxied(on_disconnect: OnDisconnect) -> (Process, Proxy, Client) {
+    let server = Process::start::<&str>(&[]);
+    let proxy = Proxy::to(server.address).await;
+    let client = proxy.builder().on_disconnect(on_disconnect).connect().await.unwrap();
+    (server, proxy, client)
+}
+
+/// Takes a lock that is free.
+pub(super) async fn held(client: &Client, key: &str, lease: Duration) -> Guard {
+    client.lock(key).lease(lease).try_acquire().await.unwrap().expect("it is free")
+}
+
+/// Waits for a lock in the background.
+pub(super) fn acquiring(lock: Lock) -> JoinHandle<Result<Guard, Error>> {
+    tokio::spawn(async move { lock.acquire().await })
+}
+
 /// How many hold a key and how many wait for it.
 pub(super) async fn crowd(client: &Client, key: &str) -> (usize, usize) {
     let about = soon("inspect", client.inspect(key.as_bytes())).await.unwrap();
@@ -113,5 +141,5 @@ pub(super) async fn crowd(client: &Client, key: &str) -> (usize, usize) {
 /// Waits until so many hold a key and so many wait for it.
 pub(super) async fn crowded(client: &Client, key: &str, expected: (usize, usize)) {
     let what = format!("{expected:?} holders and waiters of {key}");
-    eventually(&what, async || (crowd(client, key).await == expected).then_some(())).await;
+    eventually(&what, async || crowd(client, key).await == expected).await;
 }

@@ -3,8 +3,9 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
+use super::{add, answer, renew_session, token};
 use crate::{
-    Caller, Command, Effect, End, Idle, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
+    Caller, Command, Effect, End, Grant, Idle, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
     SessionId, Shared, Space, Span, Store, Timestamp, Token, Usage, command,
 };
 
@@ -20,6 +21,14 @@ impl Client {
         Self { store, now: 0, requests: 0 }
     }
 
+    /// One of several stores that count together what session 1 has.
+    fn sharing(limits: Limits, usage: &Arc<Usage>) -> Self {
+        let (mut client, usage) = (Self::new(limits), Arc::clone(usage));
+        let of = move |id| (id == SessionId(1)).then(|| Arc::clone(&usage));
+        client.store.share_usages(Arc::new(of));
+        client
+    }
+
     fn at(&mut self, now: u64) -> &mut Self {
         self.now = now;
         self
@@ -33,14 +42,25 @@ impl Client {
         let mut effects = Vec::new();
         self.store.apply(caller, command, Timestamp(self.now), &mut effects);
         self.store.check_invariants();
-        effects.into_iter().find_map(|effect| match effect {
-            Effect::Reply { request: of, outcome, .. } if of == request => Some(outcome),
-            Effect::Reply { .. } | Effect::Push { .. } | Effect::SessionEnded { .. } => None,
-        })
+        answer(effects, request)
     }
 
     fn lock(&mut self, session: u64, key: &[u8]) -> Option<Outcome> {
         self.ask(session, acquire(key, 0, Some(10)))
+    }
+
+    /// Takes a lock that is free.
+    #[track_caller]
+    fn take(&mut self, session: u64, key: &[u8]) -> Token {
+        token(&self.lock(session, key).expect("it does not wait"))
+    }
+
+    /// Takes a lock that is free, for as long as possible.
+    #[track_caller]
+    fn longest(&mut self, key: &[u8]) -> Grant {
+        let outcome = self.ask(1, acquire(key, 0, Some(u64::MAX)));
+        let Some(Outcome::Granted(grant)) = outcome else { panic!("not granted: {outcome:?}") };
+        grant
     }
 
     fn release(&mut self, session: u64, key: &[u8], token: Token) {
@@ -51,28 +71,25 @@ impl Client {
 }
 
 fn acquire(key: &[u8], wait: u64, lease: Option<u64>) -> Command<'_> {
-    Command::Acquire(command::Acquire {
-        key,
-        mode: Mode::Mutex,
-        wait: Span(wait),
-        lease: lease.map(Span),
-        salt: 7,
-    })
+    let (mode, wait, lease) = (Mode::Mutex, Span(wait), lease.map(Span));
+    Command::Acquire(command::Acquire { key, mode, wait, lease, salt: 7 })
 }
 
 fn enqueue(key: &[u8]) -> Command<'_> {
     Command::Enqueue(command::Enqueue { key, mode: Mode::Mutex, lease: None, salt: 7 })
 }
 
-fn token(outcome: Option<Outcome>) -> Token {
-    match outcome {
-        Some(Outcome::Granted(grant) | Outcome::Acquired(grant)) => grant.token,
-        other => panic!("not granted: {other:?}"),
-    }
+fn pop() -> Command<'static> {
+    Command::Pop(command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) })
+}
+
+fn renew(key: &[u8], token: Token, lease: Option<u64>) -> Command<'_> {
+    let (space, lease) = (Space::Locks, lease.map(Span));
+    Command::Renew(command::Renew { key, space, token, lease })
 }
 
 fn refused(refusal: Refusal) -> Option<Outcome> {
-    Some(Outcome::Refused(refusal))
+    Some(super::refused(refusal))
 }
 
 /// A longer lease is granted, renewed and told with the longest; the hold ends with it.
@@ -80,22 +97,14 @@ fn refused(refusal: Refusal) -> Option<Outcome> {
 fn no_lease_is_longer_than_the_longest() {
     let limits = Limits { lease_max: Span(50), default_lease: Span(20), ..Limits::default() };
     let mut client = Client::new(limits.clone());
-    let Some(Outcome::Granted(grant)) = client.ask(1, acquire(b"k", 0, Some(u64::MAX))) else {
-        panic!("it is free")
-    };
+    let grant = client.longest(b"k");
     assert_eq!(grant.lease, Span(50));
-    let (key, space, token) = (b"k", Space::Locks, grant.token);
-    let renew =
-        |lease| Command::Renew(command::Renew { key, space, token, lease: Some(Span(lease)) });
-    assert_eq!(client.at(40).ask(1, renew(30)), {
-        Some(Outcome::Renewed { fence: token.fence, lease: Span(30) })
-    });
-    assert_eq!(client.ask(1, renew(u64::MAX)), {
-        Some(Outcome::Renewed { fence: token.fence, lease: Span(50) })
-    });
+    let renew = |lease| renew(b"k", grant.token, Some(lease));
+    let renewed = |lease| Some(Outcome::Renewed { fence: grant.token.fence, lease: Span(lease) });
+    assert_eq!(client.at(40).ask(1, renew(30)), renewed(30));
+    assert_eq!(client.ask(1, renew(u64::MAX)), renewed(50));
     // A hold that was taken with the longest lease follows a session that asked for more.
-    let session = Command::RenewSession(command::RenewSession { lease: Span(u64::MAX) });
-    assert_eq!(client.at(60).ask(1, session), Some(Outcome::Number(1)));
+    assert_eq!(client.at(60).ask(1, renew_session(Span(u64::MAX))), Some(Outcome::Number(1)));
     assert_eq!(client.at(109).lock(2, b"k"), Some(Outcome::Timeout));
     // Who waited while the longest became shorter gets that one.
     assert_eq!(client.ask(2, acquire(b"k", 100, Some(u64::MAX))), None);
@@ -103,31 +112,21 @@ fn no_lease_is_longer_than_the_longest() {
     client.at(110).ask(3, Command::Tick);
     assert_eq!(client.store.next_deadline(), Some(Timestamp(115)));
     client.store.set_limits(Limits { lease_max: Span(0), ..Limits::default() });
-    let Some(Outcome::Granted(grant)) = client.ask(1, acquire(b"l", 0, Some(u64::MAX))) else {
-        panic!("it is free")
-    };
-    assert_eq!(grant.lease, Span(u64::MAX), "0 is no bound");
+    assert_eq!(client.longest(b"l").lease, Span(u64::MAX), "0 is no bound");
 }
 
 /// What is certain to be refused needs no record of its lease.
 #[test]
 fn only_what_may_be_granted_counts_as_a_lease() {
     let mut client = Client::new(Limits { waiters_max: 1, ..Limits::default() });
-    let held = token(client.lock(1, b"k"));
-    let space = Space::Locks;
-    let renew = |key, token| Command::Renew(command::Renew { key, space, token, lease: None });
+    let held = client.take(1, b"k");
     let wrong = Token { salt: 8, ..held };
-    let read = Command::Acquire(command::Acquire {
-        key: b"k",
-        mode: Mode::Read,
-        wait: Span(9),
-        lease: None,
-        salt: 1,
-    });
+    let (key, mode, wait) = (b"k", Mode::Read, Span(9));
+    let read = Command::Acquire(command::Acquire { key, mode, wait, lease: None, salt: 1 });
     for (command, may) in [
-        (renew(b"k", held), true),
-        (renew(b"k", wrong), false),
-        (renew(b"nosuch", wrong), false),
+        (renew(b"k", held, None), true),
+        (renew(b"k", wrong, None), false),
+        (renew(b"nosuch", wrong, None), false),
         (acquire(b"free", 0, None), true),
         (acquire(b"k", 0, None), false),
         (acquire(b"k", 9, None), true),
@@ -146,23 +145,23 @@ fn idle_locks_make_room() {
     let limits = Limits { locks_max: 3, ..Limits::default() };
     let mut client = Client::new(limits.clone());
     for (at, key) in [(1, b"a"), (2, b"b"), (3, b"c")] {
-        let held = token(client.at(at).lock(1, key));
+        let held = client.at(at).take(1, key);
         client.release(1, key, held);
     }
-    let a = token(client.at(4).lock(1, b"a"));
-    token(client.lock(2, b"d"));
+    let a = client.at(4).take(1, b"a");
+    client.take(2, b"d");
     assert!(!client.store.has_lock(Space::Locks, b"b"), "it was idle for longest");
     assert!(client.store.has_lock(Space::Locks, b"c"));
-    token(client.lock(2, b"e"));
+    client.take(2, b"e");
     assert!(!client.store.has_lock(Space::Locks, b"c"));
     assert_eq!(client.lock(2, b"f"), refused(Refusal::MaxLocks));
     client.release(1, b"a", a);
-    token(client.lock(2, b"f"));
+    client.take(2, b"f");
     assert_eq!(client.store.idlest(Idle::Locks), None);
 
     let mut older = Client::new(limits.with_v2(LimitsV2::default()));
     for key in [b"a", b"b", b"c"] {
-        let held = token(older.lock(1, key));
+        let held = older.take(1, key);
         older.release(1, key, held);
     }
     assert_eq!(older.lock(1, b"d"), refused(Refusal::MaxLocks));
@@ -174,16 +173,16 @@ fn idle_locks_make_room() {
 fn what_makes_room_does_not_depend_on_a_snapshot() {
     let mut client = Client::new(Limits { locks_max: 3, ..Limits::default() });
     for key in [b"c", b"a"] {
-        token(client.lock(1, key));
+        client.take(1, key);
     }
     client.at(1).ask(1, Command::EndSession { release: true, forced: false });
-    let held = token(client.at(2).lock(2, b"b"));
+    let held = client.at(2).take(2, b"b");
     client.release(2, b"b", held);
     let shared = Arc::new(Shared::new());
     let again = Store::restore(&client.store.snapshot(), shared).expect("it was just written");
     let mut other = Client { store: again, now: 2, requests: client.requests };
     for client in [&mut client, &mut other] {
-        token(client.lock(3, b"d"));
+        client.take(3, b"d");
         let left = [b"a", b"b", b"c", b"d"].map(|key| client.store.has_lock(Space::Locks, key));
         assert_eq!(left, [false, true, false, true]);
     }
@@ -209,33 +208,29 @@ fn counters_at_zero_make_room() {
 fn holds_and_waits_of_a_session() {
     let limits = Limits { holds_per_session_max: 2, waits_per_session_max: 2, ..Limits::default() };
     let mut client = Client::new(limits);
-    let a = token(client.lock(1, b"a"));
-    token(client.lock(1, b"b"));
+    let a = client.take(1, b"a");
+    client.take(1, b"b");
     assert_eq!(client.lock(1, b"c"), refused(Refusal::MaxHolds));
     assert_eq!(client.ask(1, enqueue(b"c")), refused(Refusal::MaxHolds));
-    token(client.lock(2, b"c"));
-    let space = Space::Locks;
-    let renew = Command::Renew(command::Renew { key: b"a", space, token: a, lease: None });
-    assert!(matches!(client.ask(1, renew), Some(Outcome::Renewed { .. })));
+    client.take(2, b"c");
+    assert!(matches!(client.ask(1, renew(b"a", a, None)), Some(Outcome::Renewed { .. })));
     client.release(1, b"a", a);
-    token(client.lock(1, b"a"));
+    client.take(1, b"a");
 
     assert_eq!(client.ask(3, acquire(b"a", 9, None)), None);
     assert_eq!(client.ask(3, enqueue(b"b")), Some(Outcome::Queued));
     for command in [
         acquire(b"c", 9, None),
         enqueue(b"c"),
-        Command::Pop(command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) }),
+        pop(),
         Command::BarrierWait(command::BarrierWait { key: b"barrier", count: 2, wait: Span(9) }),
     ] {
         assert_eq!(client.ask(3, command), refused(Refusal::MaxWaits));
     }
     assert_eq!(client.ask(3, acquire(b"c", 0, None)), Some(Outcome::Timeout), "it does not wait");
-    assert_eq!(
-        client.ask(3, Command::Wait(command::Wait { key: b"b", space, wait: Span(9) })),
-        None
-    );
-    token(client.lock(3, b"d"));
+    let wait = Command::Wait(command::Wait { key: b"b", space: Space::Locks, wait: Span(9) });
+    assert_eq!(client.ask(3, wait), None);
+    client.take(3, b"d");
     // A wait that is over makes room.
     client.at(9).ask(3, Command::Tick);
     assert_eq!(client.ask(3, enqueue(b"c")), Some(Outcome::Queued));
@@ -246,24 +241,16 @@ fn holds_and_waits_of_a_session() {
 fn several_stores_count_together() {
     let limits = Limits { holds_per_session_max: 2, waits_per_session_max: 1, ..Limits::default() };
     let usage = Arc::new(Usage::default());
-    let mut clients = [(); 3].map(|()| {
-        let mut client = Client::new(limits.clone());
-        let usage = Arc::clone(&usage);
-        client
-            .store
-            .share_usages(Arc::new(move |id| (id == SessionId(1)).then(|| Arc::clone(&usage))));
-        client
-    });
-    let first = token(clients[0].lock(1, b"a"));
-    token(clients[1].lock(1, b"b"));
+    let mut clients = [(); 3].map(|()| Client::sharing(limits.clone(), &usage));
+    let first = clients[0].take(1, b"a");
+    clients[1].take(1, b"b");
     for client in &mut clients {
         assert_eq!(client.lock(1, b"c"), refused(Refusal::MaxHolds));
-        token(client.lock(2, b"c"));
+        client.take(2, b"c");
     }
     // The third store has not heard of the session before.
     clients[0].release(1, b"a", first);
-    token(clients[1].lock(1, b"d"));
-    let pop = || Command::Pop(command::Pop { key: b"list", end: End::Left, wait: Some(Span(9)) });
+    clients[1].take(1, b"d");
     assert_eq!(clients[0].ask(1, pop()), None);
     assert_eq!(clients[1].ask(1, pop()), refused(Refusal::MaxWaits));
     clients[0].at(9).ask(1, Command::Tick);
@@ -271,10 +258,9 @@ fn several_stores_count_together() {
     for client in &mut clients {
         client.ask(1, Command::EndSession { release: false, forced: false });
     }
-    let mut other = Client::new(limits);
-    other.store.share_usages(Arc::new(move |_| Some(Arc::clone(&usage))));
-    token(other.lock(1, b"a"));
-    token(other.lock(1, b"b"));
+    let mut other = Client::sharing(limits, &usage);
+    other.take(1, b"a");
+    other.take(1, b"b");
     assert_eq!(other.lock(1, b"c"), refused(Refusal::MaxHolds), "nothing was left behind");
 }
 
@@ -282,8 +268,7 @@ fn several_stores_count_together() {
 fn add_once(client: &mut Client, request: u64) -> Outcome {
     let caller = Caller { session: SessionId(1), request: RequestId(request), keep: true };
     let mut effects = Vec::new();
-    let command = Command::Add(command::Add { key: b"n", delta: 1, decrement: false });
-    client.store.apply(caller, command, Timestamp(0), &mut effects);
+    client.store.apply(caller, add(b"n", 1, false), Timestamp(0), &mut effects);
     let Some(Effect::Reply { outcome, .. }) = effects.pop() else { panic!("it is answered") };
     outcome
 }
@@ -292,12 +277,7 @@ fn add_once(client: &mut Client, request: u64) -> Outcome {
 #[test]
 fn results_of_several_stores_are_forgotten_together() {
     let usage = Arc::new(Usage::default());
-    let mut clients = [(); 2].map(|()| {
-        let mut client = Client::new(Limits::default());
-        let usage = Arc::clone(&usage);
-        client.store.share_usages(Arc::new(move |_| Some(Arc::clone(&usage))));
-        client
-    });
+    let mut clients = [(); 2].map(|()| Client::sharing(Limits::default(), &usage));
     // The second store answers a request that was sent before the others.
     for (at, request) in [(0, 2), (0, 3), (1, 1), (0, 4), (1, 5)] {
         assert!(matches!(add_once(&mut clients[at], request), Outcome::Number(_)));
@@ -312,11 +292,8 @@ fn results_of_several_stores_are_forgotten_together() {
         client.store.check_invariants();
     }
     assert_eq!(usage.results(), (3, 3 * 64));
-    assert_eq!(
-        add_once(&mut clients[1], 1),
-        Outcome::Number(1),
-        "made later than those that are gone"
-    );
+    let later = add_once(&mut clients[1], 1);
+    assert_eq!(later, Outcome::Number(1), "made later than those that are gone");
     assert_eq!(add_once(&mut clients[0], 3), Outcome::Refused(Refusal::Forgotten));
     assert_eq!(add_once(&mut clients[0], 4), Outcome::Number(3));
 }

@@ -24,6 +24,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 
 use super::model::{LockId, Model, is_answered};
+use super::{
+    add, answer, cancel, delete, detach, refused, renew_session, signal, subscribe, token,
+    unsubscribe,
+};
 use crate::{
     Bytes, Caller, Command, Effect, End, Event, Expect, Fence, Grant, LeaderEvent, Limits,
     LimitsV2, LostReason, Mode, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId,
@@ -977,12 +981,7 @@ impl Pair {
     /// The answer to a command that is answered at once.
     fn ask(&mut self, session: u64, command: Command<'_>) -> Outcome {
         let effects = self.send(session, command);
-        let request = RequestId(self.requests);
-        let answer = effects.into_iter().find_map(|effect| match effect {
-            Effect::Reply { request: r, outcome, .. } if r == request => Some(outcome),
-            Effect::Reply { .. } | Effect::Push { .. } | Effect::SessionEnded { .. } => None,
-        });
-        answer.expect("it is answered at once")
+        answer(effects, RequestId(self.requests)).expect("it is answered at once")
     }
 
     fn lock(&mut self, session: u64, key: &[u8], mode: Mode, lease: u64) -> Token {
@@ -998,13 +997,8 @@ impl Pair {
 }
 
 fn acquire(key: &[u8], mode: Mode, wait: u64, lease: u64) -> Command<'_> {
-    Command::Acquire(command::Acquire {
-        key,
-        mode,
-        wait: Span(wait),
-        lease: Some(Span(lease)),
-        salt: 7,
-    })
+    let (wait, lease) = (Span(wait), Some(Span(lease)));
+    Command::Acquire(command::Acquire { key, mode, wait, lease, salt: 7 })
 }
 
 fn enqueue(key: &[u8], mode: Mode, lease: u64) -> Command<'_> {
@@ -1017,6 +1011,10 @@ fn wait(key: &[u8], wait: u64) -> Command<'_> {
 
 fn release(key: &[u8], token: Token) -> Command<'_> {
     Command::Release(command::Release { key, space: Space::Locks, token, resign: false })
+}
+
+fn resign(key: &[u8], space: Space, token: Token) -> Command<'_> {
+    Command::Release(command::Release { key, space, token, resign: true })
 }
 
 fn renew(key: &[u8], token: Token, lease: u64) -> Command<'_> {
@@ -1044,28 +1042,6 @@ fn popped(key: &[u8], end: End, value: &[u8]) -> Outcome {
     Outcome::Popped { key: key.into(), end, value: value.into() }
 }
 
-fn token(outcome: &Outcome) -> Token {
-    match outcome {
-        Outcome::Granted(grant) | Outcome::Acquired(grant) => Some(grant.token),
-        Outcome::Done
-        | Outcome::Queued
-        | Outcome::Renewed { .. }
-        | Outcome::Timeout
-        | Outcome::Empty
-        | Outcome::Conflict
-        | Outcome::Number(_)
-        | Outcome::Value(_)
-        | Outcome::Written(_)
-        | Outcome::Popped { .. }
-        | Outcome::Items(_)
-        | Outcome::Part(_)
-        | Outcome::Compacted(_)
-        | Outcome::Entry { .. }
-        | Outcome::Refused(_) => None,
-    }
-    .expect("a grant")
-}
-
 /// Who was answered what, in order of session.
 fn answers(effects: &[Effect]) -> Vec<(u64, Outcome)> {
     let mut answers: Vec<(u64, Outcome)> = effects
@@ -1088,10 +1064,6 @@ fn pushes(effects: &[Effect], to: u64) -> Vec<Push> {
             Effect::Push { .. } | Effect::Reply { .. } | Effect::SessionEnded { .. } => None,
         })
         .collect()
-}
-
-fn refused(refusal: Refusal) -> Outcome {
-    Outcome::Refused(refusal)
 }
 
 /// Promise 1: never more holders than the lock allows.
@@ -1185,7 +1157,7 @@ fn promise_6_no_lost_wakeup() {
 
     let request = pair.block(2, acquire(b"k", Mode::Write, 500, 100));
     pair.block(3, acquire(b"k", Mode::Read, 500, 100));
-    let effects = pair.send(2, Command::Cancel(command::Cancel { request }));
+    let effects = pair.send(2, cancel(request));
     assert_eq!(
         answers(&effects),
         [(2, Outcome::Timeout), (2, Outcome::Done), (3, granted(102, 100))]
@@ -1287,7 +1259,7 @@ fn promise_8_two_phases() {
     assert_eq!(pair.ask(2, wait(b"k", 5)), refused(Refusal::AlreadyWaiting));
     // The time limit takes the place in the queue with it.
     assert_eq!(answers(&pair.at(5).send(9, Command::Tick)), [(2, Outcome::Timeout)]);
-    assert_eq!(pair.ask(2, Command::Cancel(command::Cancel { request })), Outcome::Done);
+    assert_eq!(pair.ask(2, cancel(request)), Outcome::Done);
     assert_eq!(pair.ask(2, wait(b"k", 5)), refused(Refusal::NotEnqueued));
 
     // Promoted before it waits: the lease runs, and waiting starts it anew.
@@ -1328,20 +1300,16 @@ fn promise_11_a_session_renews_what_follows_it() {
     pair.lock(2, b"others", Mode::Mutex, 10);
     pair.block(1, acquire(b"others", Mode::Mutex, 100, 10));
     pair.ask(1, renew(b"longer", longer, 50));
-    let command = || Command::RenewSession(command::RenewSession { lease: Span(10) });
-    assert_eq!(pair.at(9).ask(1, command()), Outcome::Number(2));
-    assert_eq!(pair.ask(3, command()), Outcome::Number(0));
+    assert_eq!(pair.at(9).ask(1, renew_session(Span(10))), Outcome::Number(2));
+    assert_eq!(pair.ask(3, renew_session(Span(10))), Outcome::Number(0));
     // What was only waited for follows once it is granted.
     assert_eq!(pair.at(10).send(9, Command::Tick).len(), 2);
-    assert_eq!(pair.at(18).ask(1, command()), Outcome::Number(3));
+    assert_eq!(pair.at(18).ask(1, renew_session(Span(10))), Outcome::Number(3));
     let renewed = Outcome::Renewed { fence: follows.fence, lease: Span(1) };
     assert_eq!(pair.at(27).ask(1, renew(b"follows", follows, 1)), renewed);
     assert_eq!(pair.at(28).ask(1, renew(b"follows", follows, 1)), refused(Refusal::LeaseExpired));
     assert_eq!(pair.at(49).ask(2, acquire(b"longer", Mode::Mutex, 0, 1)), Outcome::Timeout);
-    assert!(matches!(
-        pair.at(50).ask(2, acquire(b"longer", Mode::Mutex, 0, 1)),
-        Outcome::Granted(_)
-    ));
+    pair.at(50).lock(2, b"longer", Mode::Mutex, 1);
 }
 
 /// Promises 11 and 12: a lease ends at its end, not before, and a renewal counts from itself.
@@ -1384,7 +1352,7 @@ fn promise_19_exactly_once() {
     let mut pair = Pair::new(Limits { results_max: 2, ..Limits::default() });
     let caller =
         |request| Caller { session: SessionId(1), request: RequestId(request), keep: true };
-    let add = || Command::Add(command::Add { key: b"c", delta: 1, decrement: false });
+    let add = || add(b"c", 1, false);
     let one = [(1, Outcome::Number(1))];
     assert_eq!(answers(&pair.send_as(caller(1), add())), one);
     pair.restore();
@@ -1412,7 +1380,7 @@ fn promise_19_exactly_once() {
 #[test]
 fn promise_23_counters() {
     let mut pair = Pair::new(Limits { keys_max: 1, ..Limits::default() });
-    let add = |delta, decrement| Command::Add(command::Add { key: b"c", delta, decrement });
+    let add = |delta, decrement| add(b"c", delta, decrement);
     assert_eq!(pair.ask(1, add(i64::MIN, true)), refused(Refusal::Overflow));
     assert_eq!(pair.ask(1, add(i64::MAX, false)), Outcome::Number(i64::MAX));
     assert_eq!(pair.ask(1, add(1, false)), refused(Refusal::Overflow));
@@ -1428,12 +1396,8 @@ fn promise_23_counters() {
 fn promise_24_compare_and_set() {
     let mut pair = Pair::new(Limits::default());
     let cas = |expect, value, ttl: Option<u64>| {
-        Command::KvCompareAndSet(command::KvCompareAndSet {
-            key: b"k",
-            expect,
-            value,
-            ttl: ttl.map(Span),
-        })
+        let (key, ttl) = (b"k", ttl.map(Span));
+        Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl })
     };
     let value = Expect::Value(b"x");
     assert_eq!(pair.ask(1, cas(value, b"y", None)), Outcome::Conflict);
@@ -1447,7 +1411,7 @@ fn promise_24_compare_and_set() {
     assert_eq!(pair.run.store.read(query, Timestamp(23)), Outcome::Value(b"x"[..].into()));
     assert_eq!(pair.run.store.read(query, Timestamp(24)), Outcome::Empty);
     assert_eq!(pair.at(24).ask(1, cas(value, b"x", None)), Outcome::Conflict);
-    assert_eq!(pair.ask(1, Command::KvDelete(command::KvDelete { key: b"k" })), Outcome::Done);
+    assert_eq!(pair.ask(1, delete(b"k")), Outcome::Done);
     assert_eq!(pair.run.store.revision(), Revision(4));
 }
 
@@ -1480,17 +1444,12 @@ fn promise_25_lists_26_nothing_is_lost() {
 #[test]
 fn promise_27_poppers_in_order() {
     let mut pair = Pair::new(Limits::default());
-    pair.send(
-        9,
-        Command::Subscribe(command::Subscribe {
-            to: Subscription::Changes { pattern: b"q", from: None },
-        }),
-    );
+    pair.send(9, subscribe(Subscription::Changes { pattern: b"q", from: None }));
     let cancelled = pair.block(1, pop(b"q", End::Left, 100));
     pair.block(2, pop(b"q", End::Right, 5));
     pair.block(3, pop(b"q", End::Right, 100));
     pair.block(4, pop(b"q", End::Left, 100));
-    let effects = pair.send(1, Command::Cancel(command::Cancel { request: cancelled }));
+    let effects = pair.send(1, cancel(cancelled));
     assert_eq!(answers(&effects), [(1, Outcome::Empty), (1, Outcome::Done)]);
     assert_eq!(answers(&pair.at(5).send(9, Command::Tick)), [(2, Outcome::Empty)]);
 
@@ -1532,7 +1491,7 @@ fn promise_28_barrier() {
                 pair.at(now + 10);
                 Command::Tick
             }
-            "cancel" => Command::Cancel(command::Cancel { request }),
+            "cancel" => cancel(request),
             _ => Command::EndSession { release: true, forced: true },
         };
         let broken = answers(&pair.send(1, look));
@@ -1547,8 +1506,7 @@ fn promise_28_barrier() {
 #[test]
 fn promise_29_observers() {
     let mut pair = Pair::new(Limits::default());
-    let observe =
-        || Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } });
+    let observe = || subscribe(Subscription::Leaders { key: b"e" });
     let leader = |event| Push::Leader { event, key: b"e"[..].into() };
     assert_eq!(pushes(&pair.send(9, observe()), 9), []);
     let effects = pair.send(1, acquire(b"e", Mode::Election, 0, 100));
@@ -1560,13 +1518,7 @@ fn promise_29_observers() {
     pair.block(2, acquire(b"e", Mode::Election, 100, 100));
     pair.block(3, acquire(b"e", Mode::Mutex, 100, 100));
     pair.send(2, observe());
-    let resign = Command::Release(command::Release {
-        key: b"e",
-        space: Space::Locks,
-        token: first,
-        resign: true,
-    });
-    let effects = pair.send(1, resign);
+    let effects = pair.send(1, resign(b"e", Space::Locks, first));
     let (resigned, failover) = (leader(LeaderEvent::Resigned), leader(LeaderEvent::Failover));
     let elected = leader(LeaderEvent::Elected);
     assert_eq!(pushes(&effects, 9), [resigned.clone(), failover.clone(), elected]);
@@ -1587,19 +1539,10 @@ fn promise_29_observers() {
 #[test]
 fn promise_29_other_namespace() {
     let mut pair = Pair::new(Limits::default());
-    pair.send(
-        9,
-        Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } }),
-    );
+    pair.send(9, subscribe(Subscription::Leaders { key: b"e" }));
     pair.lock(1, b"e", Mode::Election, 100);
     let token = pair.lock(2, b"e", Mode::Semaphore { limit: 1 }, 100);
-    let release = Command::Release(command::Release {
-        key: b"e",
-        space: Space::Semaphores,
-        token,
-        resign: true,
-    });
-    let effects = pair.send(2, release);
+    let effects = pair.send(2, resign(b"e", Space::Semaphores, token));
     assert_eq!((pushes(&effects, 1), pushes(&effects, 9)), (Vec::new(), Vec::new()));
 }
 
@@ -1610,7 +1553,7 @@ fn promise_17_detached_session() {
     let ended = Effect::SessionEnded { session: SessionId(1) };
     pair.lock(1, b"k", Mode::Mutex, 20);
     pair.block(1, acquire(b"k", Mode::Mutex, 100, 20));
-    pair.send(1, Command::Detach { until: Timestamp(10) });
+    pair.send(1, detach(10));
     // Its own waiter takes over from the lease that ends.
     let effects = pair.at(20).send(9, Command::Tick);
     assert_eq!(answers(&effects), [(1, granted(101, 20))]);
@@ -1629,7 +1572,7 @@ fn promise_17_detached_session_with_a_short_lease() {
     let first = pair.lock(1, b"k", Mode::Mutex, 100);
     let second = pair.lock(2, b"l", Mode::Mutex, 100);
     for session in [1, 2] {
-        pair.send(session, Command::Detach { until: Timestamp(5) });
+        pair.send(session, detach(5));
     }
     pair.at(10).send(9, Command::Tick);
     pair.send(9, renew(b"k", first, 1));
@@ -1650,10 +1593,7 @@ fn promise_20_refusals_have_no_effect() {
     assert_eq!(pair.ask(1, wait(b"k", 0)), refused(Refusal::LeaseExpired));
 
     let malformed = Subscription::Changes { pattern: b"a.>.b", from: None };
-    for command in [
-        Command::Subscribe(command::Subscribe { to: malformed }),
-        Command::Unsubscribe(command::Unsubscribe { from: malformed }),
-    ] {
+    for command in [subscribe(malformed), unsubscribe(malformed)] {
         assert_eq!(pair.ask(1, command), refused(Refusal::BadPattern));
     }
 }
@@ -1662,7 +1602,7 @@ fn promise_20_refusals_have_no_effect() {
 #[test]
 fn promise_20_session_ends_last() {
     let mut pair = Pair::new(Limits::default());
-    pair.send(1, Command::Detach { until: Timestamp(10) });
+    pair.send(1, detach(10));
     pair.block(1, pop(b"q", End::Left, 10));
     let effects = pair.at(10).send(9, Command::Tick);
     assert_eq!(answers(&effects), [(1, Outcome::Empty)]);
@@ -1674,18 +1614,15 @@ fn promise_20_session_ends_last() {
 fn promise_31_resumed_watch() {
     let mut pair = Pair::new(Limits { events_max: 2, ..Limits::default() });
     for _ in 0..3 {
-        pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" }));
+        pair.send(1, delete(b"k"));
     }
-    let watch = |from| {
-        Command::Subscribe(command::Subscribe {
-            to: Subscription::Changes { pattern: b"*", from: Some(Revision(from)) },
-        })
-    };
+    let watch =
+        |from| subscribe(Subscription::Changes { pattern: b"*", from: Some(Revision(from)) });
     assert_eq!(pair.ask(2, watch(1)), Outcome::Compacted(Revision(1)));
-    assert_eq!(pushes(&pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" })), 2), []);
+    assert_eq!(pushes(&pair.send(1, delete(b"k")), 2), []);
     assert_eq!(pushes(&pair.send(2, watch(3)), 2).len(), 2);
     assert_eq!(pushes(&pair.send(3, watch(5)), 3), []);
-    let effects = pair.send(1, Command::KvDelete(command::KvDelete { key: b"k" }));
+    let effects = pair.send(1, delete(b"k"));
     assert_eq!((pushes(&effects, 2).len(), pushes(&effects, 3).len()), (1, 1));
 }
 
@@ -1695,12 +1632,11 @@ fn promise_33_queue_groups() {
     let mut pair = Pair::new(Limits::default());
     let listen = |group| Subscription::Signals { pattern: b"s.*", group };
     for session in [1, 2, 3] {
-        pair.send(session, Command::Subscribe(command::Subscribe { to: listen(b"g") }));
+        pair.send(session, subscribe(listen(b"g")));
     }
-    pair.send(1, Command::Subscribe(command::Subscribe { to: listen(b"") }));
+    pair.send(1, subscribe(listen(b"")));
     let turn = |pair: &mut Pair| {
-        let effects =
-            pair.send(9, Command::Signal(command::Signal { channel: b"s.x", payload: b"p" }));
+        let effects = pair.send(9, signal(b"s.x", b"p"));
         assert_eq!(answers(&effects), [(9, Outcome::Number(2))]);
         let grouped = effects.iter().find_map(|effect| match effect {
             Effect::Push { session, group: Some(_), .. } => Some(session.0),
@@ -1710,9 +1646,9 @@ fn promise_33_queue_groups() {
     };
     assert_eq!([turn(&mut pair), turn(&mut pair)], [1, 2]);
     // The one whose turn it was not leaves, and it is still the third one's turn.
-    pair.send(1, Command::Unsubscribe(command::Unsubscribe { from: listen(b"g") }));
+    pair.send(1, unsubscribe(listen(b"g")));
     assert_eq!([turn(&mut pair), turn(&mut pair), turn(&mut pair)], [3, 2, 3]);
-    let command = Command::Signal(command::Signal { channel: b"s.*", payload: b"p" });
+    let command = signal(b"s.*", b"p");
     assert_eq!(pair.ask(9, command), refused(Refusal::BadPattern));
 }
 
@@ -1723,34 +1659,22 @@ fn promise_48_tokens() {
     let watch = |pattern| Subscription::Changes { pattern, from: None };
     let listen = |pattern| Subscription::Signals { pattern, group: b"g" };
     for subscription in [watch(b"*.*.*.*"), watch(b"a.b.c.>"), listen(b"a.b.c.d"), listen(b"...")] {
-        let command = Command::Subscribe(command::Subscribe { to: subscription });
+        let command = subscribe(subscription);
         assert_eq!(pair.ask(1, command), refused(Refusal::BadPattern));
-        assert_eq!(
-            pair.ask(1, Command::Unsubscribe(command::Unsubscribe { from: subscription })),
-            Outcome::Done
-        );
+        assert_eq!(pair.ask(1, unsubscribe(subscription)), Outcome::Done);
     }
     for subscription in [watch(b"*.*.*"), listen(b"a.b.>"), listen(b"..")] {
-        assert_eq!(
-            pair.ask(1, Command::Subscribe(command::Subscribe { to: subscription })),
-            Outcome::Done
-        );
+        assert_eq!(pair.ask(1, subscribe(subscription)), Outcome::Done);
     }
     let leaders = Subscription::Leaders { key: b"a.b.c.d.e" };
-    assert_eq!(
-        pair.ask(1, Command::Subscribe(command::Subscribe { to: leaders })),
-        Outcome::Done,
-        "a key is no pattern"
-    );
+    assert_eq!(pair.ask(1, subscribe(leaders)), Outcome::Done, "a key is no pattern");
 }
 
 /// GUARANTEES 48: subscriptions are counted and weighed, per session and in all.
 #[test]
 fn promise_48_subscriptions() {
     let full = refused(Refusal::MaxSubscriptions);
-    let listen = |pattern, group| {
-        Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
-    };
+    let listen = |pattern, group| subscribe(Subscription::Signals { pattern, group });
     let mut pair = Pair::new(Limits {
         subscriptions_max: 2,
         subscription_bytes_max: 10,
@@ -1769,13 +1693,11 @@ fn promise_48_subscriptions() {
     assert_eq!(pair.ask(2, listen(b"c", b"")), full, "two for each");
     assert_eq!(pair.ask(3, listen(b"d", b"")), Outcome::Done);
     assert_eq!(pair.ask(3, listen(b"e", b"")), full, "four in all");
-    let unlisten = Command::Unsubscribe(command::Unsubscribe {
-        from: Subscription::Signals { pattern: b"a", group: b"" },
-    });
+    let unlisten = unsubscribe(Subscription::Signals { pattern: b"a", group: b"" });
     assert_eq!(pair.ask(2, unlisten), Outcome::Done, "the end of one is never refused");
     assert_eq!(pair.ask(3, listen(b"e", b"")), Outcome::Done);
     // Also without a connection they are there, and with their session they go.
-    pair.send(1, Command::Detach { until: Timestamp(10) });
+    pair.send(1, detach(10));
     assert_eq!(pair.ask(4, listen(b"f", b"")), full);
     pair.at(10).send(9, Command::Tick);
     assert_eq!(pair.ask(4, listen(b"f", b"")), Outcome::Done);
@@ -1786,32 +1708,21 @@ fn promise_48_subscriptions() {
 #[test]
 fn promise_48_detached_sessions_do_not_listen() {
     let mut pair = Pair::new(Limits::default());
-    let signals = |group| {
-        Command::Subscribe(command::Subscribe {
-            to: Subscription::Signals { pattern: b"s.*", group },
-        })
-    };
+    let signals = |group| subscribe(Subscription::Signals { pattern: b"s.*", group });
     for session in [1, 2] {
         pair.send(session, signals(b"g"));
         pair.send(session, signals(b""));
-        pair.send(
-            session,
-            Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key: b"e" } }),
-        );
+        pair.send(session, subscribe(Subscription::Leaders { key: b"e" }));
         let (pattern, from) = (b">", None);
-        pair.send(
-            session,
-            Command::Subscribe(command::Subscribe { to: Subscription::Changes { pattern, from } }),
-        );
+        pair.send(session, subscribe(Subscription::Changes { pattern, from }));
     }
     let told = |pair: &mut Pair| {
-        let effects =
-            pair.send(9, Command::Signal(command::Signal { channel: b"s.x", payload: b"p" }));
+        let effects = pair.send(9, signal(b"s.x", b"p"));
         let count = answers(&effects)[0].1.clone();
         (count, pushes(&effects, 1).len(), pushes(&effects, 2).len())
     };
     assert_eq!(told(&mut pair), (Outcome::Number(3), 2, 1));
-    pair.send(1, Command::Detach { until: Timestamp(100) });
+    pair.send(1, detach(100));
     for _ in 0..3 {
         assert_eq!(told(&mut pair), (Outcome::Number(2), 0, 2), "every turn is the other's");
     }
@@ -1820,7 +1731,7 @@ fn promise_48_detached_sessions_do_not_listen() {
     // What it asks for meanwhile waits as well.
     pair.send(1, signals(b"h"));
     assert_eq!(told(&mut pair), (Outcome::Number(2), 0, 2));
-    pair.send(2, Command::Detach { until: Timestamp(100) });
+    pair.send(2, detach(100));
     assert_eq!(told(&mut pair), (Outcome::Number(0), 0, 0));
     pair.restore();
     pair.send(1, Command::Attach);
@@ -1844,13 +1755,11 @@ fn promise_48_from_version_2_on() {
         effects
     };
     let long = b"*.".repeat(100);
-    let listen = |pattern, group| {
-        Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
-    };
-    let signal = Command::Signal(command::Signal { channel: b"x", payload: b"p" });
+    let listen = |pattern, group| subscribe(Subscription::Signals { pattern, group });
+    let signal = signal(b"x", b"p");
     send(&mut store, 1, listen(b">", b"g"));
     assert_eq!(answers(&send(&mut store, 1, listen(&long, b""))), [(1, Outcome::Done)]);
-    send(&mut store, 1, Command::Detach { until: Timestamp(50) });
+    send(&mut store, 1, detach(50));
     assert_eq!(answers(&send(&mut store, 2, signal)), [(2, Outcome::Number(1))]);
     let before = store.snapshot();
 
@@ -1866,9 +1775,7 @@ fn promise_48_from_version_2_on() {
     assert_eq!(store.view_session(SessionId(1)).subscriptions, 2);
     let refusal = refused(Refusal::BadPattern);
     assert_eq!(answers(&send(&mut store, 2, listen(&long, b""))), [(2, refusal)]);
-    let unlisten = Command::Unsubscribe(command::Unsubscribe {
-        from: Subscription::Signals { pattern: &long, group: b"" },
-    });
+    let unlisten = unsubscribe(Subscription::Signals { pattern: &long, group: b"" });
     send(&mut store, 1, unlisten);
     assert_eq!(store.view_session(SessionId(1)).subscriptions, 1);
 

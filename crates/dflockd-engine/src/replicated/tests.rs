@@ -1,9 +1,8 @@
 //! A member whose replica does not get to its inputs.
 
-use std::path::PathBuf;
-
 use dflockd_core::{End, Fence, Limits, Space, Token, command};
-
+use dflockd_testkit::Dir;
+use dflockd_testkit::eventually::tasks::eventually;
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
 use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
@@ -13,15 +12,6 @@ use crate::replica::log::{Recovered, StoredSnapshot};
 use crate::replica::transport::{Limits as TransportLimits, Secret, TransportConfig};
 use crate::replica::types::{AutoRelease, Start};
 use crate::replica::{RaftConfig, ReplicaConfig};
-
-/// The directory of a node, removed in the end.
-struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// Keeps the answers.
 #[derive(Default)]
@@ -47,15 +37,8 @@ impl Sink for Answers {
 impl Answers {
     /// Waits for the answer to a request.
     async fn of(&self, request: u64) -> Outcome {
-        let deadline = std::time::Instant::now() + Duration::from_secs(30);
-        loop {
-            let found = self.0.lock().iter().find(|(id, _)| id.0 == request).cloned();
-            if let Some((_, outcome)) = found {
-                return outcome;
-            }
-            assert!(std::time::Instant::now() < deadline, "no answer to {request}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let found = async || self.0.lock().iter().find(|(id, _)| id.0 == request).cloned();
+        eventually(&format!("an answer to {request}"), found).await.1
     }
 }
 
@@ -67,12 +50,11 @@ fn policy() -> Policy {
     }
 }
 
-async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
-    let dir = std::env::temp_dir().join(format!("dflockd-{name}-{}", std::process::id()));
-    let scratch = Scratch(dir.clone());
+async fn single_node() -> (Arc<Replicated>, Dir) {
+    let dir = Dir::new();
     let credentials = Credentials { secrets: vec![Secret::new(vec![7; 32]).unwrap()], tls: None };
     let options = ClusterOptions {
-        dir,
+        dir: dir.path("data"),
         node: "a".into(),
         transport: TransportConfig {
             listen: "127.0.0.1:0".into(),
@@ -90,19 +72,15 @@ async fn single_node(name: &str) -> (Arc<Replicated>, Scratch) {
         snapshot_entries: 100_000,
     };
     let member = Replicated::start(options, Clock::system()).await.unwrap();
-    let deadline = std::time::Instant::now() + Duration::from_secs(30);
-    while !member.is_ready() {
-        assert!(std::time::Instant::now() < deadline, "not ready");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    (member, scratch)
+    eventually("it is ready", async || member.is_ready()).await;
+    (member, dir)
 }
 
 /// GUARANTEES 48: while the replica is busy, requests are refused at a bound instead of piling up, those that give
 /// something back have room beyond it, the end of a session is never refused, and all goes on afterwards.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flood_of_a_stalled_replica_has_a_bound() {
-    let (member, _scratch) = single_node("stalled").await;
+    let (member, _dir) = single_node().await;
     let answers = Arc::new(Answers::default());
     let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
     let add = |request: u64| {

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 
 use dflockd_testkit::{LIMIT, eventually};
 
-use super::chromium::{Browser, MOMENT};
+use super::chromium::MOMENT;
 use super::scene::Scene;
 use super::views::no_secret_is_kept;
 
@@ -13,26 +13,21 @@ const TOKEN: &str = "t0ken-of-the-api";
 
 #[test]
 fn the_page_asks_for_the_token_and_keeps_it_in_memory() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&["--auth-token", TOKEN]);
-    let mut ada = scene.server.connect();
-    ada.check("auth", "_", TOKEN, "ok");
+    let Some((mut browser, scene)) = Scene::shown(&["--auth-token", TOKEN]) else { return };
+    let mut ada = scene.server.login(TOKEN);
     ada.lock("secret.key", "0 600");
     browser.open(&scene.page("#/locks"));
     browser.until_text("dialog", "Sign in");
     browser.until_text(".pill", "signed out");
     assert!(!browser.text("body").contains("secret.key"));
 
-    browser.fill("dialog [type=password]", "wr0ng");
-    browser.press("Enter");
+    browser.sign_in("wr0ng");
     browser.until_text("dialog .wrong", "wants its token");
-    browser.fill("dialog [type=password]", "\u{fc}\u{2713}");
-    browser.press("Enter");
+    browser.sign_in("\u{fc}\u{2713}");
     browser.until_text("dialog .wrong", "wants its token");
     assert!(!browser.text("body").contains("secret.key"));
 
-    browser.fill("dialog [type=password]", TOKEN);
-    browser.press("Enter");
+    browser.sign_in(TOKEN);
     browser.until_text("td.keys", "secret.key");
     browser.until_text(".pill", "live");
     browser.until("no dialog", "!document.querySelector('dialog')");
@@ -46,8 +41,7 @@ fn the_page_asks_for_the_token_and_keeps_it_in_memory() {
     browser.press("Escape");
     browser.until("no dialog", "!document.querySelector('dialog')");
     browser.click("#notice button");
-    browser.fill("dialog [type=password]", TOKEN);
-    browser.press("Enter");
+    browser.sign_in(TOKEN);
     browser.until_text(".pill", "live");
 
     // A reload has forgotten it.
@@ -58,8 +52,7 @@ fn the_page_asks_for_the_token_and_keeps_it_in_memory() {
 
 #[test]
 fn a_lost_server_is_said_and_tried_again() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let (_ada, _) = scene.holder("ada", "orders.invoice", 600);
     let http = scene.http;
     browser.open(&scene.page("#/locks"));
@@ -83,8 +76,7 @@ fn a_lost_server_is_said_and_tried_again() {
 
 #[test]
 fn a_server_that_shuts_down_is_said() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     browser.open(&scene.page("#/"));
     browser.until_text(".pill", "live");
     scene.server.signal("TERM");
@@ -98,8 +90,11 @@ fn a_server_that_shuts_down_is_said() {
 
 #[test]
 fn a_rate_limit_is_said_and_kept_to() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&["--http-rate-limit-per-ip", "1", "--http-rate-limit-burst", "18"]);
+    let Some((mut browser, scene)) =
+        Scene::shown(&["--http-rate-limit-per-ip", "1", "--http-rate-limit-burst", "18"])
+    else {
+        return;
+    };
     browser.open(&scene.page("#/"));
     browser.until_text("#notice", "Too many requests");
     browser.until_text(".pill", "slowed");
@@ -108,8 +103,7 @@ fn a_rate_limit_is_said_and_kept_to() {
 
 #[test]
 fn the_files_are_guarded_by_a_policy() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&["--auth-token", TOKEN]);
+    let Some((mut browser, scene)) = Scene::shown(&["--auth-token", TOKEN]) else { return };
     // No token is needed for them.
     for path in ["/ui/", "/ui/app.js", "/ui/style.css", "/ui/icon.svg"] {
         let answer = ask(&scene, path, "");

@@ -203,6 +203,21 @@ impl Browser {
         }
     }
 
+    /// Answers a dialog that asks for a reason and for a token.
+    #[track_caller]
+    pub(super) fn confirm(&mut self, reason: &str, token: &str) {
+        self.fill("dialog [type=text]", reason);
+        self.fill("dialog [type=password]", token);
+        self.click("dialog [type=submit]");
+    }
+
+    /// Answers a dialog that asks for a token, from the keyboard.
+    #[track_caller]
+    pub(super) fn sign_in(&mut self, token: &str) {
+        self.fill("dialog [type=password]", token);
+        self.press("Enter");
+    }
+
     /// Waits until the text of an element contains another.
     #[track_caller]
     pub(super) fn until_text(&mut self, selector: &str, text: &str) {

@@ -159,8 +159,7 @@ const FORM: &str = r"(url, encoding, name, value) => new Promise((done) => {
 /// GUARANTEES 48: a page that somebody visits is no client of a server on the same machine.
 #[test]
 fn a_page_of_another_origin_changes_nothing() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let (line, http) = (scene.server.address, scene.http);
     let mut victim = Victim::new(&scene);
     browser.open(&format!("http://{}/", another_origin()));

@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 
 use dflockd_testkit::{Client, Server, fence};
 
+use super::chromium::Browser;
+
 /// A running server.
 pub(super) struct Scene {
     pub(super) server: Server,
@@ -14,6 +16,11 @@ impl Scene {
     pub(super) fn start(args: &[&str]) -> Self {
         let (server, http) = Server::start_with_api("--http-port", args);
         Self { server, http }
+    }
+
+    /// With somebody who looks at it, if there is a browser.
+    pub(super) fn shown(args: &[&str]) -> Option<(Browser, Self)> {
+        Browser::start().map(|browser| (browser, Self::start(args)))
     }
 
     /// With its HTTP API at a given address.
@@ -48,5 +55,10 @@ impl Scene {
         client.begin("l", key, "600 60");
         self.server.connect().wait_for_waiters(key, place);
         client
+    }
+
+    /// Some who wait for a lock, in this order.
+    pub(super) fn waiters(&self, names: &[&str], key: &str) -> Vec<Client> {
+        names.iter().zip(1..).map(|(name, place)| self.waiter(name, key, place)).collect()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use dflockd_testkit::{Cluster, Heard, Turn};
+use dflockd_testkit::{Cluster, Heard, Turn, granted};
 
 use super::chromium::{Browser, MOMENT};
 use super::scene::Scene;
@@ -11,18 +11,13 @@ const ADMIN: [&str; 2] = ["--admin-token", "adm1n-s3cret"];
 
 #[test]
 fn the_overview_says_who_waits_for_whom() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     browser.open(&scene.page(""));
     browser.until_text(".verdict", "Nobody waits.");
     browser.until_text(".pill", "live");
 
     let (_ada, _) = scene.holder("ada", "orders.invoice", 60);
-    let _others = ["bob", "eve", "joe"]
-        .iter()
-        .zip(1..)
-        .map(|(name, place)| scene.waiter(name, "orders.invoice", place))
-        .collect::<Vec<_>>();
+    let _others = scene.waiters(&["bob", "eve", "joe"], "orders.invoice");
     browser.until_text(".verdict", "3 wait, the longest for");
     browser.until_text(".reason", "orders.invoice is held by ada");
     browser.until_text("[aria-label=Held] b", "1");
@@ -43,8 +38,7 @@ fn the_overview_says_who_waits_for_whom() {
 
 #[test]
 fn the_table_of_locks_is_searched_and_filtered() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let (mut ada, fence) = scene.holder("ada", "orders.invoice", 60);
     let _bob = scene.waiter("bob", "orders.invoice", 1);
     let _tokens: Vec<_> = (0..120).map(|n| ada.lock(&format!("tenant.{n:03}"), "0 600")).collect();
@@ -99,14 +93,9 @@ fn the_table_of_locks_is_searched_and_filtered() {
 
 #[test]
 fn a_key_shows_its_queue_in_order_and_lives() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let (ada, fence) = scene.holder("ada", "orders.invoice", 60);
-    let mut waiters: Vec<_> = ["bob", "eve", "joe"]
-        .iter()
-        .zip(1..)
-        .map(|(name, place)| scene.waiter(name, "orders.invoice", place))
-        .collect();
+    let mut waiters = scene.waiters(&["bob", "eve", "joe"], "orders.invoice");
     browser.open(&scene.page("#/key/orders.invoice"));
     browser.until_text(".reason", "Held by ada");
     browser.until_text("h3", "Queue: 3");
@@ -117,8 +106,7 @@ fn a_key_shows_its_queue_in_order_and_lives() {
 
     // The next holder is shown when there is one, without anybody asking.
     drop(ada);
-    let granted = waiters[0].line();
-    assert!(granted.starts_with("ok "), "{granted}");
+    granted(&waiters[0].line());
     browser.until_text(".reason", "Held by bob");
     browser.until("the queue moves on", "document.querySelectorAll('td.place').length === 2");
     browser.until_texts(queue, &["eve", "joe"]);
@@ -134,8 +122,7 @@ fn a_key_shows_its_queue_in_order_and_lives() {
 
 #[test]
 fn a_forced_release_gives_the_lock_to_the_waiter() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&ADMIN);
+    let Some((mut browser, scene)) = Scene::shown(&ADMIN) else { return };
     let (mut ada, fence) = scene.holder("ada", "orders.invoice", 600);
     let mut bob = scene.waiter("bob", "orders.invoice", 1);
     browser.open(&scene.page("#/key/orders.invoice"));
@@ -145,15 +132,12 @@ fn a_forced_release_gives_the_lock_to_the_waiter() {
     // Without a reason, with a wrong token, and then in earnest.
     browser.click("dialog [type=submit]");
     browser.until_text("dialog .wrong", "Reason is needed");
-    browser.fill("dialog [type=text]", "stuck since noon");
-    browser.fill("dialog [type=password]", "guess");
-    browser.click("dialog [type=submit]");
+    browser.confirm("stuck since noon", "guess");
     browser.until_text("dialog .wrong", "not the admin token");
     assert_eq!(bob.hear(MOMENT), Heard::Nothing);
     browser.fill("dialog [type=password]", ADMIN[1]);
     browser.click("dialog [type=submit]");
-    let granted = bob.line();
-    assert!(granted.starts_with("ok "), "{granted}");
+    granted(&bob.line());
     assert_eq!(ada.line(), format!("lost orders.invoice {fence} forced"));
     browser.until("the dialog is gone", "!document.querySelector('dialog')");
     browser.until_text(".toast", "ada no longer holds orders.invoice");
@@ -176,14 +160,11 @@ fn a_forced_release_gives_the_lock_to_the_waiter() {
 
 #[test]
 fn without_an_admin_token_nothing_can_be_forced() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let (mut ada, _) = scene.holder("ada", "k", 600);
     browser.open(&scene.page("#/key/k"));
     browser.click("td.end button");
-    browser.fill("dialog [type=text]", "r");
-    browser.fill("dialog [type=password]", "any");
-    browser.click("dialog [type=submit]");
+    browser.confirm("r", "any");
     browser.until_text("dialog .wrong", "This server has no admin token");
     ada.expect_silence(MOMENT);
     browser.finish();
@@ -191,8 +172,7 @@ fn without_an_admin_token_nothing_can_be_forced() {
 
 #[test]
 fn a_session_shows_what_it_holds_and_can_be_ended() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&ADMIN);
+    let Some((mut browser, scene)) = Scene::shown(&ADMIN) else { return };
     let (mut ada, _) = scene.holder("ada", "orders.invoice", 600);
     ada.lock("orders.export", "0 600");
     let mut bob = scene.waiter("bob", "orders.invoice", 1);
@@ -207,11 +187,8 @@ fn a_session_shows_what_it_holds_and_can_be_ended() {
     browser.until_texts("td.keys a", &["orders.export", "orders.invoice"]);
 
     browser.click(".heading button.danger");
-    browser.fill("dialog [type=text]", "left the company");
-    browser.fill("dialog [type=password]", ADMIN[1]);
-    browser.click("dialog [type=submit]");
-    let granted = bob.line();
-    assert!(granted.starts_with("ok "), "{granted}");
+    browser.confirm("left the company", ADMIN[1]);
+    granted(&bob.line());
     browser.until_text(".reason", "it has ended");
     assert!(scene.server.output().contains("left the company"));
     browser.finish();
@@ -219,8 +196,7 @@ fn a_session_shows_what_it_holds_and_can_be_ended() {
 
 #[test]
 fn events_stream_by_pattern_with_pause_and_clear() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let mut ada = scene.client("ada");
     ada.check("kset", "before.the.page", "x\t60", "ok");
     browser.open(&scene.page("#/events"));
@@ -255,8 +231,7 @@ fn events_stream_by_pattern_with_pause_and_clear() {
 
 #[test]
 fn names_of_strangers_are_only_names() {
-    let Some(mut browser) = Browser::start() else { return };
-    let scene = Scene::start(&[]);
+    let Some((mut browser, scene)) = Scene::shown(&[]) else { return };
     let names = [
         "<img/src=x/onerror=alert(1)>",
         "</td><script>alert(1)</script>",
@@ -289,20 +264,13 @@ fn names_of_strangers_are_only_names() {
             .replace('\u{7}', "\\u{0007}");
         assert!(shown.contains(&key), "{key} is not in {shown:?}");
     }
-    let hashes: Vec<String> = browser
-        .js("[...document.querySelectorAll('td.keys a')].map((a) => a.getAttribute('href'))")
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|href| href.as_str().unwrap().to_owned())
-        .collect();
-    for hash in &hashes {
+    let links = "[...document.querySelectorAll('td.keys a')].map((a) => a.getAttribute('href'))";
+    for hash in browser.js(links).as_array().unwrap() {
+        let hash = hash.as_str().unwrap();
         assert!(hash.starts_with("#/key/"), "{hash}");
         browser.go(hash);
-        browser.until(
-            "the page of the key",
-            &format!("location.hash === {}", serde_json::json!(hash)),
-        );
+        let is_there = format!("location.hash === {}", serde_json::json!(hash));
+        browser.until("the page of the key", &is_there);
         browser.until_text(".reason", "Held by");
     }
     for hash in

@@ -156,8 +156,7 @@ fn all_commands(cluster: &Cluster, client: &mut Client, other: &mut Client, p: &
 #[test]
 fn every_command_works_on_every_member() {
     let cluster = Cluster::start(3, &["--max-waiters", "100"]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     for (name, here, there) in
         [("lf", leader, others[0]), ("fl", others[0], leader), ("ff", others[0], others[1])]
     {
@@ -217,8 +216,7 @@ fn a_queue_group_over_three_nodes_gets_each_signal_once() {
 #[test]
 fn a_listener_outlives_the_leader() {
     let mut cluster = Cluster::start(3, &[]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let (mut listener, mut sender) = (cluster.connect(others[0]), cluster.connect(others[1]));
     listener.check("listen", "news", "", "ok");
     listener.check("watch", "key", "", "ok");
@@ -320,8 +318,7 @@ fn an_operator_can_end_holds_and_sessions_of_other_nodes() {
 fn a_kept_session_moves_from_node_to_node() {
     let cluster = Cluster::start(3, &[]);
     let mut first = cluster.connect(0);
-    let greeting = first.ask("hello", "mover", "keep");
-    let secret = greeting.strip_prefix("ok keep=").unwrap().to_owned();
+    let secret = first.keep("mover");
     let attach = format!("attach={secret}");
     let mut token = first.lock("lock", "0 60");
     let mut last = first;
@@ -441,7 +438,7 @@ fn a_witness_votes_and_serves_nobody() {
             let leader = &cluster.nodes[cluster.leader_among(&[0, 1])];
             let said = witness.ask(command, "k", arg);
             assert!(said.starts_with("error_not_leader"), "{command}: {said}");
-            (said == format!("error_not_leader {}", leader.client)).then_some(())
+            said == format!("error_not_leader {}", leader.client)
         });
     }
     let stats = witness.stats();
@@ -458,15 +455,13 @@ fn a_witness_votes_and_serves_nobody() {
     client.check("l", "lock", "0", "timeout");
     assert_eq!(cluster.leader_among(&[other, 2]), other);
     // The other way round: only the witness has what was written now.
-    cluster.nodes[leader].start();
-    cluster.nodes[leader].wait_until_ready();
+    cluster.nodes[leader].start_ready();
     cluster.nodes[leader].kill();
     for number in 252..=300 {
         client.check("incr", "count", "1", &format!("ok {number}"));
     }
     cluster.nodes[other].kill();
-    cluster.nodes[leader].start();
-    cluster.nodes[leader].wait_until_ready();
+    cluster.nodes[leader].start_ready();
     let mut client = cluster.connect(leader);
     client.check("get", "count", "", "ok 300");
     client.check("r", "lock", &token, "ok");

@@ -13,10 +13,6 @@ use dflockd_testkit::{
 
 use super::load::{Load, Stay, Told, check_exclusion, enter};
 
-pub(super) fn addresses(cluster: &Cluster) -> Vec<SocketAddr> {
-    cluster.nodes.iter().map(|node| node.client).collect()
-}
-
 #[test]
 fn ten_leaders_are_killed_one_after_the_other() {
     let mut cluster = Cluster::start_with(Turn::alone(), 3, &[]);
@@ -24,8 +20,7 @@ fn ten_leaders_are_killed_one_after_the_other() {
     let mut fence_before = 0;
     let mut gaps = Vec::new();
     for round in 0..10 {
-        let leader = cluster.leader();
-        let others = cluster.others(leader);
+        let (leader, others) = cluster.leader_and_others();
         let mut client = cluster.connect(others[round % 2]);
         // A hold that must outlive the leader: its waiter is not let in.
         let token = client.lock("held", "5 30");
@@ -53,18 +48,15 @@ fn ten_leaders_are_killed_one_after_the_other() {
     }
     cluster.wait_until_equal();
     gaps.sort();
-    println!(
-        "first success after the leader was killed: p50 {:?} of {gaps:?}",
-        gaps[gaps.len() / 2]
-    );
+    let median = gaps[gaps.len() / 2];
+    println!("first success after the leader was killed: p50 {median:?} of {gaps:?}");
     assert!(gaps[gaps.len() - 1] <= Duration::from_secs(3), "{gaps:?}");
 }
 
 #[test]
 fn a_follower_is_killed_under_load() {
     let mut cluster = Cluster::start(3, &[]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let load =
         Load::start("f", 3, &[cluster.nodes[leader].client, cluster.nodes[others[1]].client]);
     load.wait_for_more(60);
@@ -73,18 +65,14 @@ fn a_follower_is_killed_under_load() {
     cluster.nodes[others[0]].start();
     load.wait_for_more(100);
     cluster.nodes[others[0]].wait_until_ready();
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
-    for at in 0..3 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    let ledger = load.stop_unrefused();
+    ledger.check_all(&cluster);
 }
 
 #[test]
 fn leaders_are_killed_under_load_and_nothing_acknowledged_is_lost() {
     let mut cluster = Cluster::start(3, &["--snapshot-entries", "200"]);
-    let load = Load::start("k", 4, &addresses(&cluster));
+    let load = Load::start("k", 4, &cluster.clients());
     for _ in 0..3 {
         load.wait_for_more(150);
         let leader = cluster.leader();
@@ -95,10 +83,7 @@ fn leaders_are_killed_under_load_and_nothing_acknowledged_is_lost() {
     }
     load.wait_for_more(100);
     let ledger = load.stop();
-    for at in 0..3 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    ledger.check_all(&cluster);
 }
 
 #[test]
@@ -113,14 +98,11 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
     client.check("rpush", "list", "one", "ok 1");
     client.check("rpush", "list", "two", "ok 2");
     let mut kept = cluster.connect(2);
-    let session = kept.ask("hello", "me", "keep");
-    let secret = session.strip_prefix("ok keep=").unwrap().to_owned();
+    let secret = kept.keep("me");
     let own = kept.lock("own", "0 60");
-    let load = Load::start("a", 4, &addresses(&cluster));
+    let load = Load::start("a", 4, &cluster.clients());
     load.wait_for_more(200);
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
+    cluster.kill_all();
     cluster.start_all();
     load.wait_for_more(50);
     let ledger = load.stop();
@@ -151,7 +133,7 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
 #[test]
 fn five_nodes_outlive_two_of_them() {
     let mut cluster = Cluster::start(5, &[]);
-    let load = Load::start("five", 3, &addresses(&cluster));
+    let load = Load::start("five", 3, &cluster.clients());
     load.wait_for_more(60);
     let leader = cluster.leader();
     let other = cluster.others(leader)[1];
@@ -171,10 +153,7 @@ fn five_nodes_outlive_two_of_them() {
         node.start();
     }
     cluster.wait_until_ready();
-    for at in 0..5 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    ledger.check_all(&cluster);
 }
 
 /// A client that keeps its session: it renews a lock it took once, on another node whenever one goes away.
@@ -189,8 +168,7 @@ struct Keeper {
 impl Keeper {
     fn new(servers: Vec<SocketAddr>, at: usize, key: &str) -> Self {
         let mut client = Client::connect(servers[at]).unwrap();
-        let greeting = client.ask("hello", "keeper", "keep");
-        let secret = greeting.strip_prefix("ok keep=").unwrap().to_owned();
+        let secret = client.keep("keeper");
         let token = client.lock(key, "0 5");
         Self { secret, token, servers, at, client: Some(client) }
     }
@@ -259,7 +237,7 @@ impl Keepers {
 #[test]
 fn a_rolling_restart_under_load_loses_nothing() {
     let mut cluster = Cluster::start_with(Turn::alone(), 3, &[]);
-    let servers = addresses(&cluster);
+    let servers = cluster.clients();
     let keepers = Keepers::start(&servers);
     let mut gaps = Vec::new();
     let mut refused = Vec::new();
@@ -290,8 +268,7 @@ fn a_rolling_restart_under_load_loses_nothing() {
 #[test]
 fn a_paused_leader_is_replaced_and_answers_nothing_stale() {
     let mut cluster = Cluster::start(3, &["--failover-grace", "1"]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut old = cluster.connect(leader);
     old.check("kset", "value", "old", "ok");
     // Short enough to end while the leader sleeps, in spite of the grace.
@@ -447,7 +424,7 @@ fn random_fault(noise: &mut Noise, cluster: &mut Cluster) {
 #[test]
 fn nobody_holds_what_somebody_else_holds_whatever_dies() {
     let mut cluster = Cluster::start(3, &["--snapshot-entries", "300", "--failover-grace", "1"]);
-    let servers = addresses(&cluster);
+    let servers = cluster.clients();
     let stop = Arc::new(AtomicBool::new(false));
     let stays: Arc<Vec<Mutex<Vec<Stay>>>> = Arc::new((0..3).map(|_| Mutex::default()).collect());
     let tally = Arc::new(Mutex::new((0, 0)));

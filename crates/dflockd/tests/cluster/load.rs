@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use dflockd_testkit::line::ANSWER;
-use dflockd_testkit::{Client, Heard, fence, millis};
+use dflockd_testkit::{Client, Cluster, Heard, fence, millis};
 
 /// What is known about a request that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +82,15 @@ impl Load {
     #[track_caller]
     pub(super) fn wait_for_more(&self, count: u64) {
         let wanted = self.done() + count;
-        dflockd_testkit::eventually("more writes", || (self.done() >= wanted).then_some(()));
+        dflockd_testkit::eventually("more writes", || self.done() >= wanted);
+    }
+
+    /// Stops writers of whom no request may have been refused.
+    #[track_caller]
+    pub(super) fn stop_unrefused(self) -> Ledger {
+        let ledger = self.stop();
+        assert_eq!(ledger.refused(), [""; 0]);
+        ledger
     }
 
     pub(super) fn stop(self) -> Ledger {
@@ -100,6 +108,13 @@ impl Load {
 }
 
 impl Ledger {
+    /// That all members have it, and nothing that the others have not.
+    #[track_caller]
+    pub(super) fn check_all(&self, cluster: &Cluster) {
+        cluster.nodes.iter().for_each(|node| self.check(&mut node.connect()));
+        cluster.wait_until_equal();
+    }
+
     /// That everything acknowledged is there, as this server has it, and nothing twice.
     #[track_caller]
     pub(super) fn check(&self, client: &mut Client) {
@@ -121,11 +136,8 @@ impl Ledger {
             let items: Vec<u64> = items.iter().map(|item| item.parse().unwrap()).collect();
             let different: BTreeSet<_> = items.iter().collect();
             assert_eq!(different.len(), items.len(), "{prefix}: twice: {items:?}");
-            let sure: Vec<u64> = items
-                .iter()
-                .copied()
-                .filter(|item| !account.pushed_perhaps.contains(item))
-                .collect();
+            let mut sure = items;
+            sure.retain(|item| !account.pushed_perhaps.contains(item));
             assert_eq!(sure, account.pushed, "{prefix}");
         }
     }

@@ -10,7 +10,7 @@ use dflockd_engine::Replicated;
 use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
 use dflockd_testkit::cluster::CALM_MS;
 use dflockd_testkit::line::ANSWER;
-use dflockd_testkit::{Client, Dir, LIMIT, Node, Turn, eventually, free_addresses, host, millis};
+use dflockd_testkit::{Client, Dir, LIMIT, Node, Turn, eventually, millis};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -51,11 +51,9 @@ impl Site {
     }
 
     fn member(&self, name: &str, formation: &[&str]) -> Member {
-        let addresses = free_addresses(host(), 2);
-        let mut all = vec!["--election-timeout-ms".to_owned(), self.election_ms.to_owned()];
-        all.extend(formation.iter().map(ToString::to_string));
-        let (client, peer) = (addresses[0], addresses[1]);
-        let flags = Node::new(name, client, peer, self.dir.path(name), &all).flags;
+        let flags = [&["--election-timeout-ms", self.election_ms], formation].concat();
+        let node = Node::anywhere(name, self.dir.path(name), &flags);
+        let Node { client, peer, flags, .. } = node;
         Member { name: name.to_owned(), client, peer, flags, life: None }
     }
 
@@ -126,6 +124,21 @@ impl Site {
         self.end_of(life).expect("an orderly end");
     }
 
+    /// That a node ends because it is no member any more.
+    #[track_caller]
+    fn check_removed(&self, member: &mut Member) {
+        let life = member.life.take().expect("it runs");
+        let why = self.end_of(life).unwrap_err();
+        assert!(why.contains("removed"), "{why}");
+    }
+
+    /// That a request is refused, and why.
+    #[track_caller]
+    fn refused(&self, by: &Member, request: AdminRequest, reason: &str) {
+        let why = self.admin(by, request).unwrap_err();
+        assert!(why.contains(reason), "{why}");
+    }
+
     /// What became of a node that ends.
     fn end_of(&self, life: Life) -> Result<(), String> {
         let end = self.runtime.block_on(async { tokio::time::timeout(LIMIT, life.serving).await });
@@ -140,9 +153,7 @@ impl Member {
 
     #[track_caller]
     fn wait_until_ready(&self) {
-        eventually(&format!("{} is ready", self.name), || {
-            self.life().member.is_ready().then_some(())
-        });
+        eventually(&format!("{} is ready", self.name), || self.life().member.is_ready());
     }
 
     fn connect(&self) -> Client {
@@ -167,10 +178,8 @@ impl Member {
         names
     }
 
-    fn learners(&self) -> Vec<String> {
-        let view = self.life().member.view();
-        let name = |id| view.members.get(id).map(|member| member.node.clone());
-        view.learners.iter().filter_map(name).collect()
+    fn has_learners(&self) -> bool {
+        !self.life().member.view().learners.is_empty()
     }
 }
 
@@ -212,8 +221,7 @@ fn one_node_grows_to_three_under_load() {
     site.admin(&first, add(&second)).unwrap();
     // Not there yet, so it can not have caught up.
     site.admin(&first, add(&third)).unwrap();
-    let why = site.admin(&first, AdminRequest::Promote { node: "node-c".into() }).unwrap_err();
-    assert!(why.contains("caught up"), "{why}");
+    site.refused(&first, AdminRequest::Promote { node: "node-c".into() }, "caught up");
     assert_eq!(first.voters(), ["node-a"]);
     site.promote(&first, &second);
     assert_eq!(second.voters(), ["node-a", "node-b"]);
@@ -221,12 +229,11 @@ fn one_node_grows_to_three_under_load() {
     // Asked of another one, the leader decides all the same.
     site.promote(&second, &third);
     for member in [&first, &second, &third] {
-        eventually("all know", || (member.voters().len() == 3).then_some(()));
-        assert!(member.learners().is_empty());
+        eventually("all know", || member.voters().len() == 3);
+        assert!(!member.has_learners());
     }
     load.wait_for_more(50);
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    let ledger = load.stop_unrefused();
     for member in [&first, &second, &third] {
         ledger.check(&mut member.connect());
     }
@@ -251,12 +258,10 @@ fn changes_do_not_overlap() {
     assert!(refused.iter().all(|why| why.contains("under way")), "{refused:?}");
     assert!(refused.len() <= 1, "{refused:?}");
     println!("overlapping changes refused: {refused:?}");
-    let why = site.admin(&members[0], AdminRequest::Promote { node: "node-x".into() }).unwrap_err();
-    assert!(why.contains("node-x"), "{why}");
+    site.refused(&members[0], AdminRequest::Promote { node: "node-x".into() }, "node-x");
     let mut thief = site.member("node-t", &[]);
     thief.peer = members[1].peer;
-    let why = site.admin(&members[0], add(&thief)).unwrap_err();
-    assert!(why.contains("address"), "{why}");
+    site.refused(&members[0], add(&thief), "address");
     members[at].connect().check("incr", "count", "1", "ok 1");
 }
 
@@ -273,12 +278,9 @@ fn a_removed_follower_ends_and_never_comes_back() {
     site.admin(&members[other], remove(&name)).unwrap();
     // Twice is once.
     site.admin(&members[at], remove(&name)).unwrap();
-    let life = members[gone].life.take().unwrap();
-    let why = site.end_of(life).unwrap_err();
-    assert!(why.contains("removed"), "{why}");
-    eventually("all know", || (members[other].voters().len() == 2).then_some(()));
-    let why = site.admin(&members[at], add(&members[gone])).unwrap_err();
-    assert!(why.contains("never"), "{why}");
+    site.check_removed(&mut members[gone]);
+    eventually("all know", || members[other].voters().len() == 2);
+    site.refused(&members[at], add(&members[gone]), "never");
 
     // With its old data it can neither vote nor raise the term.
     let term = members[at].term();
@@ -297,8 +299,7 @@ fn a_removed_follower_ends_and_never_comes_back() {
         assert!(!heard.line().is_some_and(|line| line.starts_with("ok")), "{heard:?}");
     }
     assert_eq!(members[at].term(), term, "a removed node made an election");
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    let ledger = load.stop_unrefused();
     ledger.check(&mut members[other].connect());
 }
 
@@ -312,12 +313,9 @@ fn the_leader_can_be_removed() {
     load.wait_for_more(30);
     let name = members[at].name.clone();
     site.admin(&members[others[0]], remove(&name)).unwrap();
-    let life = members[at].life.take().unwrap();
-    let why = site.end_of(life).unwrap_err();
-    assert!(why.contains("removed"), "{why}");
+    site.check_removed(&mut members[at]);
     load.wait_for_more(50);
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    let ledger = load.stop_unrefused();
     println!("the leader was removed: {:?} without an answer", ledger.longest_gap());
     for other in others {
         assert_eq!(members[other].voters().len(), 2);
@@ -329,15 +327,12 @@ fn the_leader_can_be_removed() {
     let name = members[at].name.clone();
     let member = Arc::clone(&members[at].life().member);
     let asked = site.runtime.spawn(async move { member.admin(remove(&name)).await });
-    let life = members[at].life.take().unwrap();
-    let why = site.end_of(life).unwrap_err();
-    assert!(why.contains("removed"), "{why}");
+    site.check_removed(&mut members[at]);
     drop(asked);
-    eventually("one is left", || (members[last].voters().len() == 1).then_some(()));
+    eventually("one is left", || members[last].voters().len() == 1);
     members[last].connect().check("incr", "alone", "1", "ok 1");
     let name = members[last].name.clone();
-    let why = site.admin(&members[last], remove(&name)).unwrap_err();
-    assert!(why.contains("nobody"), "{why}");
+    site.refused(&members[last], remove(&name), "nobody");
 }
 
 #[test]
@@ -362,7 +357,7 @@ fn a_dead_node_is_replaced() {
     wanted.push("node-d".into());
     wanted.sort();
     for member in [&members[at], &new] {
-        eventually("all know", || (member.voters() == wanted).then_some(()));
+        eventually("all know", || member.voters() == wanted);
     }
     // The new one counts: with it and one of the old ones the cluster goes on.
     site.stop(&mut members[at]);
@@ -381,7 +376,7 @@ fn leadership_can_be_given_to_somebody() {
     load.wait_for_more(30);
     let request = AdminRequest::Transfer { to: Some(members[to].name.clone()) };
     site.admin(&members[(at + 2) % 3], request).unwrap();
-    eventually("it leads", || members[to].leads().then_some(()));
+    eventually("it leads", || members[to].leads());
     load.wait_for_more(30);
     let ledger = load.stop();
     println!("a hand-over: {:?} without an answer", ledger.longest_gap());
@@ -393,9 +388,8 @@ fn leadership_can_be_given_to_somebody() {
 #[test]
 fn a_node_that_is_no_member_decides_nothing() {
     let _turn = Turn::shared();
-    let (dir, host) = (Dir::new(), host());
-    let [client, peer] = free_addresses(host, 2)[..] else { unreachable!("two were asked for") };
-    let mut node = Node::new("alone", client, peer, dir.path("alone"), &[]);
+    let dir = Dir::new();
+    let mut node = Node::anywhere("alone", dir.path("alone"), &[]);
     node.start();
     let token = "0123456789abcdef0123456789abcdef";
     let asked = [("n", token), ("r", token), ("l", "0"), ("l", "6"), ("kget", "")];

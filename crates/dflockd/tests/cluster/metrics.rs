@@ -58,8 +58,7 @@ const ELECTIONS: &str = "dflockd_raft_elections_total";
 #[test]
 fn syncs_bytes_results_and_followers_are_measured() {
     let site = Site::start();
-    let leader = site.cluster.leader();
-    let others = site.cluster.others(leader);
+    let (leader, others) = site.cluster.leader_and_others();
     let mut client = site.cluster.connect(leader);
 
     let syncs = "dflockd_raft_fsync_seconds_count";
@@ -122,8 +121,7 @@ fn syncs_bytes_results_and_followers_are_measured() {
 #[test]
 fn elections_and_the_lag_of_time_are_measured() {
     let mut site = Site::start();
-    let leader = site.cluster.leader();
-    let others = site.cluster.others(leader);
+    let (leader, others) = site.cluster.leader_and_others();
     assert!(site.get(leader, ELECTIONS) >= 1.0, "whoever leads has stood for it");
     assert_eq!(site.get(leader, TIME_LAG), 0.0);
     for &at in &others {

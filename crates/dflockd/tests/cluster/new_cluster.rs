@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dflockd_testkit::line::entry;
 use dflockd_testkit::{Client, Cluster, Heard, LIMIT, eventually, fence, granted, millis};
 
-use super::operate::{ADMIN, backup, done, flag, set_flag};
+use super::operate::{ADMIN, backup, done, restore};
 
 /// Of the longest lease, which a renewal has made longer than what was asked for at first.
 const LEASE: u64 = 8;
@@ -35,8 +35,7 @@ fn start() -> Cluster {
 /// Locks of several kinds, and what is to be known of them; `copy` is called while they are held.
 fn live(cluster: &Cluster, copy: impl FnOnce()) -> Old {
     let mut keeper = cluster.connect(2);
-    let greeting = keeper.ask("hello", "keeper", "keep");
-    let secret = greeting.strip_prefix("ok keep=").unwrap().to_owned();
+    let secret = keeper.keep("keeper");
     let held = keeper.lock("held", "0 2");
     let mut broken = cluster.connect(1);
     let orphan = broken.lock("orphan", "0 5");
@@ -90,9 +89,7 @@ fn check(cluster: &mut Cluster, at: usize, begun: Instant, old: &Old) {
     drop(client);
 
     // Also not by a node that is killed meanwhile: the rest of the delay is still to come.
-    cluster.nodes[at].kill();
-    cluster.nodes[at].start();
-    cluster.nodes[at].wait_until_ready();
+    cluster.nodes[at].restart();
     let mut waiters: Vec<Client> = (0..3).map(|_| cluster.connect(at)).collect();
     for (place, waiter) in waiters.iter_mut().enumerate() {
         waiter.begin("l", "held", "60 30");
@@ -125,9 +122,7 @@ fn a_forced_cluster_grants_nothing_while_an_old_lease_may_last() {
     let mut cluster = start();
     let old = live(&cluster, || {});
     cluster.wait_until_equal();
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
+    cluster.kill_all();
     let dir = cluster.nodes[2].dir.to_str().unwrap().to_owned();
     let said = done(&["force-new", "--raft-dir", &dir, "--yes"]);
     let delay = format!("nothing is granted for {} s", DELAY.as_secs());
@@ -156,8 +151,7 @@ fn the_delay_of_a_new_cluster_can_be_bounded() {
     let warned = &output.err;
     assert!(said.contains("nothing is granted for 1 s"), "{output:?}");
     assert!(warned.contains("warning: a lease of before may last for 80003 s"), "{output:?}");
-    cluster.nodes[0].start();
-    cluster.nodes[0].wait_until_ready();
+    cluster.nodes[0].start_ready();
     granted(&cluster.connect(0).ask("l", "k", "30"));
 }
 
@@ -166,16 +160,10 @@ fn a_restored_cluster_grants_nothing_while_an_old_lease_may_last() {
     let mut cluster = start();
     let file = cluster.dir.path("backup");
     let old = live(&cluster, || fs::write(&file, backup(&mut cluster.connect(1))).unwrap());
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
-    let (dir, peer) = (cluster.dir.path("restored"), flag(&cluster.nodes[0], "--raft-addr"));
-    let (dir, file) = (dir.to_str().unwrap().to_owned(), file.to_str().unwrap().to_owned());
-    let args = ["restore", "--raft-dir", &dir, "--from", &file, "--node-id", "node-a"];
-    let said = done(&[&args[..], &["--raft-addr", &peer]].concat());
+    cluster.kill_all();
+    let said = done(&restore(&mut cluster, &file));
     let delay = format!("nothing is granted for {} s", DELAY.as_secs());
     assert!(said.contains(&delay), "{said}");
-    set_flag(&mut cluster.nodes[0], "--raft-dir", &dir);
     let begun = Instant::now();
     cluster.nodes[0].start();
     check(&mut cluster, 0, begun, &old);

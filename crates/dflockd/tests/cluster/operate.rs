@@ -111,12 +111,8 @@ fn operators_are_known_and_audited() {
     refuses(&mut client, "promote", json!({ "node": "a b" }), "node id");
     refuses(&mut client, "promote", json!({ "node": "nobody" }), "no member");
     refuses(&mut client, "promote", json!({ "wrong": 1 }), "JSON");
-    refuses(
-        &mut client,
-        "address",
-        json!({ "node": "node-a", "peer_addr": "nowhere" }),
-        "host:port",
-    );
+    let nowhere = json!({ "node": "node-a", "peer_addr": "nowhere" });
+    refuses(&mut client, "address", nowhere, "host:port");
     operate(&mut client, "snapshot", json!({}));
     let output = cluster.nodes[0].output();
     assert!(output.contains("audit=true") && output.contains("verb=promote"), "{output}");
@@ -138,7 +134,7 @@ fn single_settings_of_the_policy_change_everywhere() {
         let mut other = cluster.connect(at);
         eventually("the new policy", || {
             let policy = operate(&mut other, "policy", json!({}))["policy"].take();
-            (policy["max-locks"] == 1 && policy["default-lease-ttl"] == 7).then_some(())
+            policy["max-locks"] == 1 && policy["default-lease-ttl"] == 7
         });
     }
     client.lock("one", "0");
@@ -148,8 +144,7 @@ fn single_settings_of_the_policy_change_everywhere() {
 #[test]
 fn a_drained_node_does_not_lead() {
     let mut cluster = Cluster::start(3, &ADMIN);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut client = cluster.connect(leader);
     operate(&mut client, "drain", json!({}));
     let next = cluster.leader_among(&others);
@@ -183,11 +178,8 @@ fn a_member_moves_to_another_address() {
     operate(&mut client, "address", json!({ "node": node, "peer_addr": address }));
     cluster.nodes[moved].terminate();
     client.check("kset", "while", "away", "ok");
-    let flags = &mut cluster.nodes[moved].flags;
-    let at = flags.iter().position(|flag| flag == "--raft-addr").unwrap();
-    flags[at + 1] = address.clone();
-    cluster.nodes[moved].start();
-    cluster.nodes[moved].wait_until_ready();
+    cluster.nodes[moved].flag("--raft-addr").clone_from(&address);
+    cluster.nodes[moved].start_ready();
     // It takes part, not only listens: without the other it is half of the majority.
     let third = (0..3).find(|at| *at != leader && *at != moved).unwrap();
     cluster.nodes[third].kill();
@@ -217,11 +209,9 @@ fn a_backup_becomes_a_new_cluster() {
     fs::write(&file, &bytes).unwrap();
     let file = file.to_str().unwrap().to_owned();
     let before = operate(&mut client, "status", json!({}))["cluster_id"].clone();
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
+    cluster.kill_all();
     let old = cluster.nodes[0].dir.to_str().unwrap().to_owned();
-    let peer = flag(&cluster.nodes[0], "--raft-addr");
+    let peer = cluster.nodes[0].peer.to_string();
     let dir = cluster.dir.path("restored");
     let new = dir.to_str().unwrap().to_owned();
     let restore = |dir: &str, file: &str| -> Vec<String> {
@@ -242,9 +232,8 @@ fn a_backup_becomes_a_new_cluster() {
 
     let begun = Instant::now();
     let node = &mut cluster.nodes[0];
-    set_flag(node, "--raft-dir", &new);
-    node.start();
-    node.wait_until_ready();
+    node.flag("--raft-dir").clone_from(&new);
+    node.start_ready();
     let mut client = cluster.connect(0);
     client.check("get", "counter", "", "ok 42");
     client.check("kget", "key-7", "", &format!("ok {}", "x".repeat(2000)));
@@ -262,28 +251,39 @@ fn a_backup_becomes_a_new_cluster() {
     assert_eq!(status["voters"], json!(["node-a"]));
     cluster.nodes[1].start();
     eventually("the old member is refused", || {
-        cluster.nodes[1].output().contains("belongs to cluster").then_some(())
+        cluster.nodes[1].output().contains("belongs to cluster")
     });
     assert_eq!(operate(&mut client, "status", json!({}))["voters"], json!(["node-a"]));
 }
 
-/// The value of a flag.
-pub(super) fn flag(node: &Node, name: &str) -> String {
-    let at = node.flags.iter().position(|flag| flag == name).unwrap();
-    node.flags[at + 1].clone()
+/// The command that makes the first member of a new cluster from a backup; that one is started in its directory next.
+pub(super) fn restore(cluster: &mut Cluster, file: &Path) -> Vec<String> {
+    let dir = cluster.dir.path("restored").to_str().unwrap().to_owned();
+    cluster.nodes[0].flag("--raft-dir").clone_from(&dir);
+    let (file, peer) = (file.to_str().unwrap(), cluster.nodes[0].peer.to_string());
+    let args = ["restore", "--raft-dir", &dir, "--from", file, "--node-id", "node-a"];
+    args.iter().chain(&["--raft-addr", &peer]).map(ToString::to_string).collect()
 }
 
-pub(super) fn set_flag(node: &mut Node, name: &str, value: &str) {
-    let at = node.flags.iter().position(|flag| flag == name).unwrap();
-    node.flags[at + 1] = value.to_owned();
+/// What an operator says of a new member.
+pub(super) fn as_member(node: &Node) -> Value {
+    let (peer, client) = (node.peer.to_string(), node.client.to_string());
+    json!({ "node": node.name, "peer_addr": peer, "client_addr": client })
+}
+
+/// Lets a new member vote, as soon as it has caught up.
+#[track_caller]
+pub(super) fn promote(client: &mut Client, node: &Node) {
+    let wanted = json!({ "node": node.name, "reason": "a test" });
+    eventually("the new member votes", || answer(client, "promote", &wanted)["done"] == true);
+    node.wait_until_ready();
 }
 
 /// A backup under load is the state at one place of the log: what was acknowledged before is in it.
 #[test]
 fn a_backup_under_load_is_consistent() {
     let mut cluster = Cluster::start(3, &ADMIN);
-    let servers: Vec<_> = cluster.nodes.iter().map(|node| node.client).collect();
-    let load = Load::start("load", 3, &servers);
+    let load = Load::start("load", 3, &cluster.clients());
     load.wait_for_more(50);
     let mut client = cluster.connect(1);
     client.check("kset", "before", "1", "ok");
@@ -293,26 +293,9 @@ fn a_backup_under_load_is_consistent() {
     ledger.check(&mut client);
     let file = cluster.dir.path("backup");
     fs::write(&file, bytes).unwrap();
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
-    let (dir, peer) = (cluster.dir.path("restored"), flag(&cluster.nodes[0], "--raft-addr"));
-    let (dir, file) = (dir.to_str().unwrap().to_owned(), file.to_str().unwrap().to_owned());
-    let args = [
-        "restore",
-        "--raft-dir",
-        &dir,
-        "--from",
-        &file,
-        "--node-id",
-        "node-a",
-        "--raft-addr",
-        &peer,
-    ];
-    done(&args);
-    set_flag(&mut cluster.nodes[0], "--raft-dir", &dir);
-    cluster.nodes[0].start();
-    cluster.nodes[0].wait_until_ready();
+    cluster.kill_all();
+    done(&restore(&mut cluster, &file));
+    cluster.nodes[0].start_ready();
     let mut client = cluster.connect(0);
     client.check("kget", "before", "", "ok 1");
     client.check("kset", "after", "1", "ok");
@@ -341,8 +324,7 @@ fn the_last_member_becomes_a_cluster() {
     assert!(warned.contains("is lost"), "{warned}");
 
     let begun = Instant::now();
-    cluster.nodes[2].start();
-    cluster.nodes[2].wait_until_ready();
+    cluster.nodes[2].start_ready();
     let mut client = cluster.connect(2);
     client.check("kget", "key", "", "ok value");
     client.begin("l", "held", "60 3");
@@ -356,25 +338,15 @@ fn the_last_member_becomes_a_cluster() {
     // The old ones are strangers; a new one is welcome, also under an old name with an empty directory.
     cluster.nodes[0].start();
     eventually("the old member is refused", || {
-        cluster.nodes[0].output().contains("belongs to cluster").then_some(())
+        cluster.nodes[0].output().contains("belongs to cluster")
     });
     cluster.nodes[0].kill();
     fs::remove_dir_all(&cluster.nodes[0].dir).unwrap();
-    let formation = ["--election-timeout-ms".to_owned(), "500".to_owned()];
-    let addresses = free_addresses(host(), 2);
-    let mut new =
-        Node::new("node-a", addresses[0], addresses[1], cluster.dir.path("node-a2"), &formation);
+    let dir = cluster.dir.path("node-a2");
+    let mut new = Node::anywhere("node-a", dir, &["--election-timeout-ms", "500"]);
     new.start();
-    let wanted = json!({
-        "node": "node-a", "peer_addr": addresses[1].to_string(), "client_addr": addresses[0].to_string(),
-    });
-    operate(&mut client, "add", wanted);
-    eventually("it has caught up", || {
-        let promoted =
-            answer(&mut client, "promote", &json!({ "node": "node-a", "reason": "a test" }));
-        (promoted["done"] == true).then_some(())
-    });
-    new.wait_until_ready();
+    operate(&mut client, "add", as_member(&new));
+    promote(&mut client, &new);
     new.connect().check("kget", "key", "", "ok value");
 }
 
@@ -404,10 +376,8 @@ fn a_directory_is_inspected_and_not_changed() {
     let shown: Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(shown["node"]["node_id"], "node-a");
     assert_eq!(shown["damage"], json!([]));
-    assert!(
-        shown["snapshots"][0]["digest_ok"] == true
-            && shown["snapshots"][0]["index"].as_u64() > Some(1)
-    );
+    let snapshot = &shown["snapshots"][0];
+    assert!(snapshot["digest_ok"] == true && snapshot["index"].as_u64() > Some(1));
     assert_eq!(content(&cluster.nodes[0].dir), before);
 
     // A byte of an entry that is durable.
@@ -420,7 +390,7 @@ fn a_directory_is_inspected_and_not_changed() {
     fs::write(&segment, bytes).unwrap();
     let output = offline(&["inspect-data", &dir, "--json"]);
     assert!(output.code != 0, "{output:?}");
-    let shown: Value = serde_json::from_str(&output.out).unwrap();
+    let shown = output.json();
     let damage = &shown["damage"][0];
     assert!(damage["file"].as_str().unwrap().starts_with("log-"), "{shown}");
     assert!(damage["offset"].as_u64().is_some_and(|offset| offset <= 1600), "{shown}");
@@ -439,8 +409,7 @@ fn a_server_in_memory_says_that_it_is_no_member() {
 fn who_waits_to_be_added_is_idle() {
     let _turn = Turn::shared();
     let dir = Dir::new();
-    let addresses = free_addresses(host(), 2);
-    let mut node = Node::new("waits", addresses[0], addresses[1], dir.path("waits"), &[]);
+    let mut node = Node::anywhere("waits", dir.path("waits"), &[]);
     node.start();
     let mut client = node.connect();
     for _ in 0..3 {

@@ -4,7 +4,7 @@ use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use dflockd_testkit::cluster::{Addresses, CALM_MS, SECRET};
+use dflockd_testkit::cluster::{Addresses, CALM_MS};
 use dflockd_testkit::eventually::within;
 use dflockd_testkit::line::ANSWER;
 use dflockd_testkit::peers::Proxy;
@@ -31,8 +31,7 @@ fn term(node: &Node) -> u64 {
 #[test]
 fn an_isolated_leader_serves_nobody_and_the_others_go_on() {
     let (cluster, proxy) = cut_able("500", &["--failover-grace", "1"]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut old = cluster.connect(leader);
     old.check("kset", "value", "before", "ok");
     let token = old.lock("lock", "0 2");
@@ -90,14 +89,13 @@ fn an_isolated_leader_serves_nobody_and_the_others_go_on() {
 #[test]
 fn a_follower_that_is_cut_off_disturbs_nobody_when_it_comes_back() {
     let (cluster, proxy) = cut_able(CALM_MS, &[]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let before = term(&cluster.nodes[leader]);
     let servers = [cluster.nodes[leader].client, cluster.nodes[others[1]].client];
     let load = Load::start("cut", 3, &servers);
     load.wait_for_more(30);
     proxy.isolate(others[0], &cluster.others(others[0]));
-    eventually("it is not ready", || (!cluster.nodes[others[0]].is_ready()).then_some(()));
+    eventually("it is not ready", || !cluster.nodes[others[0]].is_ready());
     let begun = Instant::now();
     // Longer than it waits for a leader.
     while begun.elapsed() < Duration::from_secs(5) {
@@ -107,14 +105,10 @@ fn a_follower_that_is_cut_off_disturbs_nobody_when_it_comes_back() {
     proxy.heal();
     cluster.wait_until_ready();
     load.wait_for_more(30);
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
+    let ledger = load.stop_unrefused();
     assert_eq!(term(&cluster.nodes[leader]), before, "an election that nobody needed");
     assert_eq!(cluster.leader(), leader);
-    for at in 0..3 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    ledger.check_all(&cluster);
 }
 
 #[test]
@@ -124,13 +118,10 @@ fn one_way_cuts_leave_a_leader_that_serves() {
         some.iter().map(|&at| cluster.nodes[at].client).collect()
     };
     // The leader is heard by one of the others only.
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     proxy.cut(leader, others[0]);
     let load = Load::start("one-way-1", 2, &load_on(&cluster, &[leader, others[1]]));
-    within(Duration::from_secs(10), "writes in spite of a one-way cut", || {
-        (load.done() > 50).then_some(())
-    });
+    within(Duration::from_secs(10), "writes in spite of a one-way cut", || load.done() > 50);
     let terms = term(&cluster.nodes[leader]);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(3) {
@@ -145,28 +136,21 @@ fn one_way_cuts_leave_a_leader_that_serves() {
     ledger.check(&mut cluster.connect(others[0]));
 
     // The leader hears nobody but is heard by all: it must not lead for ever.
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     proxy.cut(others[0], leader);
     proxy.cut(others[1], leader);
     let load = Load::start("one-way-2", 2, &load_on(&cluster, &others));
-    within(Duration::from_secs(10), "writes with a deaf leader gone", || {
-        (load.done() > 50).then_some(())
-    });
+    within(Duration::from_secs(10), "writes with a deaf leader gone", || load.done() > 50);
     let ledger = load.stop();
     proxy.heal();
     cluster.wait_until_ready();
-    for at in 0..3 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    ledger.check_all(&cluster);
 }
 
 #[test]
 fn strangers_and_wiped_members_are_refused_and_disturb_nobody() {
     let mut cluster = Cluster::calm(3);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let load =
         Load::start("s", 2, &[cluster.nodes[leader].client, cluster.nodes[others[1]].client]);
     load.wait_for_more(20);
@@ -176,26 +160,16 @@ fn strangers_and_wiped_members_are_refused_and_disturb_nobody() {
     // Another secret.
     cluster.nodes[wanted].kill();
     let right = cluster.nodes[wanted].flags.clone();
-    let secret = right.iter().position(|flag| flag == SECRET).unwrap();
-    cluster.nodes[wanted].flags[secret] = "f".repeat(32);
+    *cluster.nodes[wanted].flag("--raft-auth-token") = "f".repeat(32);
     cluster.nodes[wanted].start();
     load.wait_for_more(50);
-    eventually("the refusal is logged", || {
-        let output = cluster.nodes[wanted].output();
-        output.contains("refused").then_some(())
-    });
+    eventually("the refusal is logged", || cluster.nodes[wanted].output().contains("refused"));
     assert!(!cluster.nodes[wanted].is_ready());
     cluster.nodes[wanted].kill();
     cluster.nodes[wanted].flags = right;
 
     // Its own data, but another name.
-    let mut named = Node::new(
-        "node-x",
-        cluster.nodes[wanted].client,
-        free_addresses(host(), 1)[0],
-        cluster.nodes[wanted].dir.clone(),
-        &[],
-    );
+    let mut named = Node::anywhere("node-x", cluster.nodes[wanted].dir.clone(), &[]);
     let said = named.start_in_vain();
     assert!(said.contains("node-x") && said.contains(&cluster.nodes[wanted].name), "{said}");
 
@@ -204,10 +178,8 @@ fn strangers_and_wiped_members_are_refused_and_disturb_nobody() {
     fs::rename(&cluster.nodes[wanted].dir, &aside).unwrap();
     cluster.nodes[wanted].start();
     load.wait_for_more(50);
-    eventually("the wiped node is told", || {
-        let output = cluster.nodes[wanted].output();
-        output.contains("data directory").then_some(())
-    });
+    let wiped = &cluster.nodes[wanted];
+    eventually("the wiped node is told", || wiped.output().contains("data directory"));
     assert!(!cluster.nodes[wanted].is_ready());
     let heard = cluster.connect(wanted).try_ask("incr", "wiped", "1", ANSWER);
     assert_ne!(Told::of(&heard), Told::Done, "{heard:?}");
@@ -216,31 +188,25 @@ fn strangers_and_wiped_members_are_refused_and_disturb_nobody() {
 
     // Its own again.
     fs::rename(&aside, &cluster.nodes[wanted].dir).unwrap();
-    cluster.nodes[wanted].start();
-    cluster.nodes[wanted].wait_until_ready();
+    cluster.nodes[wanted].start_ready();
     assert_eq!(term(&cluster.nodes[leader]), before, "somebody had to be elected");
-    let ledger = load.stop();
-    assert!(ledger.refused().is_empty(), "{:?}", ledger.refused());
-    for at in 0..3 {
-        ledger.check(&mut cluster.connect(at));
-    }
-    cluster.wait_until_equal();
+    let ledger = load.stop_unrefused();
+    ledger.check_all(&cluster);
 }
 
 #[test]
 fn a_node_of_another_cluster_is_refused() {
-    let cluster = Cluster::calm(3);
+    let mut cluster = Cluster::calm(3);
     let leader = cluster.leader();
     let before = term(&cluster.nodes[leader]);
     // It names the members of this cluster, but in a list that makes another one of it.
     let own = free_addresses(host(), 2);
-    let known = &cluster.nodes[0].flags;
-    let list = &known[known.iter().position(|flag| flag == "--cluster-peers").unwrap() + 1];
+    let list = cluster.nodes[0].flag("--cluster-peers");
     let first = list.split(',').next().unwrap();
     let formation = ["--cluster-peers".to_owned(), format!("{first},node-z={}@{}", own[1], own[0])];
     let mut node = Node::new("node-z", own[0], own[1], cluster.dir.path("z"), &formation);
     node.start();
-    eventually("it is refused", || node.output().contains("refused").then_some(()));
+    eventually("it is refused", || node.output().contains("refused"));
     assert!(!node.is_ready());
     cluster.connect(0).check("incr", "count", "1", "ok 1");
     assert_eq!(term(&cluster.nodes[leader]), before);

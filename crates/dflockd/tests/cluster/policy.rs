@@ -1,8 +1,9 @@
 //! What the end of a connection means (GUARANTEES R8), and what is replicated of the flags (decision 47).
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use dflockd_testkit::{Cluster, eventually, fence};
+use dflockd_testkit::{Cluster, eventually, fence, millis};
 
 /// A client on one node takes a lock and goes; how long until somebody on another node has it.
 fn time_until_free(
@@ -12,8 +13,7 @@ fn time_until_free(
     orderly: bool,
     reference: bool,
 ) -> Duration {
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut holder = cluster.connect(others[0]);
     if reference {
         holder.check("stable-ref", "me", "", "ok");
@@ -41,18 +41,17 @@ fn what_clients_have_is_bounded() {
     let flags = ["--max-lease-ttl", "50", "--max-locks", "3", "--max-holds-per-session", "2"];
     let others = ["--max-waits-per-session", "1", "--max-sessions", "1"];
     let cluster = Cluster::start(3, &[&flags[..], &others].concat());
-    let leader = cluster.leader();
-    let at = cluster.others(leader)[0];
+    let (leader, others) = cluster.leader_and_others();
+    let at = others[0];
     let mut client = cluster.connect(at);
     // The first leader has put the limits of version 2 into the log.
     eventually("the longest lease", || {
         let answer = client.ask("l", "k", "5 9000");
         client.check("r", "k", &dflockd_testkit::granted(&answer), "ok");
-        answer.ends_with(" 50").then_some(())
+        answer.ends_with(" 50")
     });
     for key in ["a", "b"] {
-        let token = client.lock(key, "0 40");
-        client.check("r", key, &token, "ok");
+        client.lock_and_release(key, "0 40");
     }
     client.lock("c", "0 40");
     client.lock("d", "0 40");
@@ -72,43 +71,40 @@ fn what_clients_have_is_bounded() {
     cluster.wait_until_equal();
 }
 
-const SOON: Duration = Duration::from_millis(900);
+const SOON: Range<Duration> = Duration::ZERO..millis(900);
 const LEASE: u64 = 2;
-const AT_LEASE: std::ops::Range<Duration> =
-    Duration::from_millis(1500)..Duration::from_millis(4000);
+const AT_LEASE: Range<Duration> = millis(1500)..millis(4000);
+
+#[track_caller]
+fn check_time(expected: Range<Duration>, time: Duration) {
+    assert!(expected.contains(&time), "{time:?}");
+}
 
 #[test]
 fn any_end_of_a_connection_releases() {
     let cluster = Cluster::start(3, &["--auto-release", "any"]);
-    let time = time_until_free(&cluster, "fin", 60, true, false);
-    assert!(time < SOON, "{time:?}");
-    let time = time_until_free(&cluster, "reset", 60, false, false);
-    assert!(time < SOON, "{time:?}");
+    check_time(SOON, time_until_free(&cluster, "fin", 60, true, false));
+    check_time(SOON, time_until_free(&cluster, "reset", 60, false, false));
 }
 
 #[test]
 fn only_an_orderly_end_releases_by_default() {
     let cluster = Cluster::start(3, &[]);
-    let time = time_until_free(&cluster, "fin", 60, true, false);
-    assert!(time < SOON, "{time:?}");
-    let time = time_until_free(&cluster, "reset", LEASE, false, false);
-    assert!(AT_LEASE.contains(&time), "{time:?}");
+    check_time(SOON, time_until_free(&cluster, "fin", 60, true, false));
+    check_time(AT_LEASE, time_until_free(&cluster, "reset", LEASE, false, false));
 }
 
 #[test]
 fn no_end_of_a_connection_releases() {
     let cluster = Cluster::start(3, &["--auto-release", "lease"]);
-    let time = time_until_free(&cluster, "fin", LEASE, true, false);
-    assert!(AT_LEASE.contains(&time), "{time:?}");
-    let time = time_until_free(&cluster, "reset", LEASE, false, false);
-    assert!(AT_LEASE.contains(&time), "{time:?}");
+    check_time(AT_LEASE, time_until_free(&cluster, "fin", LEASE, true, false));
+    check_time(AT_LEASE, time_until_free(&cluster, "reset", LEASE, false, false));
 }
 
 #[test]
 fn a_server_that_shuts_down_or_dies_releases_nothing() {
     let mut cluster = Cluster::start(3, &["--shutdown-timeout", "1"]);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut client = cluster.connect(others[0]);
     let first = client.lock("first", "0 60");
     cluster.nodes[others[0]].terminate();
@@ -130,10 +126,8 @@ fn a_server_that_shuts_down_or_dies_releases_nothing() {
 fn an_orphan_waits_for_its_owner() {
     let cluster = Cluster::start(3, &["--orphan-ttl", "2", "--follower-mode", "forward"]);
     // Without a reference as ever.
-    let time = time_until_free(&cluster, "plain", 60, true, false);
-    assert!(time < SOON, "{time:?}");
-    let time = time_until_free(&cluster, "orphan", 60, true, true);
-    assert!(AT_LEASE.contains(&time), "{time:?}");
+    check_time(SOON, time_until_free(&cluster, "plain", 60, true, false));
+    check_time(AT_LEASE, time_until_free(&cluster, "orphan", 60, true, true));
     // The owner comes back in time, elsewhere.
     let mut client = cluster.connect(0);
     client.check("stable-ref", "me", "", "ok");
@@ -152,8 +146,7 @@ fn the_first_leader_decides_for_all() {
         node.terminate();
     }
     for node in &mut cluster.nodes {
-        let at = node.flags.iter().position(|flag| flag == "--max-locks").unwrap();
-        node.flags[at + 1] = "50".into();
+        *node.flag("--max-locks") = "50".into();
         node.start();
     }
     cluster.wait_until_ready();
@@ -165,6 +158,6 @@ fn the_first_leader_decides_for_all() {
         let warned = |output: &str| {
             output.lines().any(|line| line.contains("WARN") && line.contains("max-locks"))
         };
-        cluster.nodes.iter().all(|node| warned(&node.output())).then_some(())
+        cluster.nodes.iter().all(|node| warned(&node.output()))
     });
 }

@@ -59,7 +59,7 @@ impl Rotation {
             change(self, at);
             self.cluster.nodes[at].process().signal("HUP");
             eventually("it has read its files", || {
-                (reloads(self.cluster.nodes[at].output()) > before).then_some(())
+                reloads(self.cluster.nodes[at].output()) > before
             });
             // Half done is no reason for any of them to stand aside.
             for other in 0..self.cluster.nodes.len() {
@@ -98,8 +98,7 @@ fn secrets_and_authorities_are_exchanged_under_load() {
     }
     cluster.wait_until_ready();
     let leader = cluster.leader();
-    let servers: Vec<_> = cluster.nodes.iter().map(|node| node.client).collect();
-    let load = Load::start("rotation", 3, &servers);
+    let load = Load::start("rotation", 3, &cluster.clients());
     load.wait_for_more(20);
     let mut rotation = Rotation { cluster };
 
@@ -134,6 +133,5 @@ fn secrets_and_authorities_are_exchanged_under_load() {
     // What they have now is what they need: one that starts anew is let in.
     let other = (leader + 1) % 3;
     cluster.nodes[other].terminate();
-    cluster.nodes[other].start();
-    cluster.nodes[other].wait_until_ready();
+    cluster.nodes[other].start_ready();
 }

@@ -61,8 +61,7 @@ fn start(size: usize) -> (Cluster, Vec<PathBuf>) {
 #[test]
 fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
     let (cluster, brakes) = start(3);
-    let leader = cluster.leader();
-    let others = cluster.others(leader);
+    let (leader, others) = cluster.leader_and_others();
     let mut client = cluster.connect(others[0]);
     client.check("incr", "count", "1", "ok 1");
 
@@ -75,8 +74,7 @@ fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
     for count in 3..=30 {
         client.check("incr", "count", "1", &format!("ok {count}"));
     }
-    let token = client.lock("held", "5 30");
-    client.check("r", "held", &token, "ok");
+    client.lock_and_release("held", "5 30");
     println!("answered after {first:?}, {next} leads after {left:?}");
     assert!(begun.elapsed() < millis(15_000), "they waited for the disk that hangs");
     fs::remove_file(&brakes[leader]).unwrap();
@@ -103,9 +101,7 @@ fn slow_disks_lose_nothing_and_keep_their_leader() {
     assert_eq!((&status["term"], &status["role"]), (&term, &"leader".into()));
 
     // All that was told is on the disks, however slow.
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
+    cluster.kill_all();
     for (node, brake) in cluster.nodes.iter_mut().zip(&brakes) {
         fs::remove_file(brake).unwrap();
         node.start();

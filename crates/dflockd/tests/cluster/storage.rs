@@ -8,9 +8,7 @@ use std::time::{Duration, Instant};
 
 use dflockd_testkit::dir::files;
 use dflockd_testkit::line::ANSWER;
-use dflockd_testkit::{
-    Client, Cluster, Dir, Heard, Node, Turn, eventually, free_addresses, granted, host,
-};
+use dflockd_testkit::{Client, Cluster, Dir, Heard, Node, Turn, eventually, granted};
 
 use super::load::{Ledger, Load};
 
@@ -35,6 +33,12 @@ impl Treasure {
     }
 
     #[track_caller]
+    fn check_all(&self, cluster: &Cluster) {
+        cluster.nodes.iter().for_each(|node| self.check(&mut node.connect()));
+        cluster.wait_until_equal();
+    }
+
+    #[track_caller]
     fn check(&self, client: &mut Client) {
         client.check("l", "treasure", "0", "timeout");
         client.check("n", "treasure", &format!("{} 600", self.held), "ok 600");
@@ -55,25 +59,19 @@ fn a_node_comes_back_from_its_log_and_from_a_snapshot() {
         let treasure = Treasure::bury(&cluster, &[0, 1, 2], 300);
         if has_snapshot {
             for node in &cluster.nodes {
-                eventually("a snapshot", || (index_of(node, "snapshot_index") >= 50).then_some(()));
+                eventually("a snapshot", || index_of(node, "snapshot_index") >= 50);
             }
         }
         for node in &mut cluster.nodes {
             node.terminate();
         }
         for node in &mut cluster.nodes {
-            let snapshots = files(&node.dir)
-                .iter()
-                .filter(|file| file.to_str().unwrap().contains("snapshot-"))
-                .count();
-            assert!(snapshots >= 1, "the state all begin with is one");
+            let is_snapshot = |file: &PathBuf| name_of(file).starts_with("snapshot-");
+            assert!(files(&node.dir).iter().any(is_snapshot), "the state all begin with is one");
             node.start();
         }
         cluster.wait_until_ready();
-        for at in 0..3 {
-            treasure.check(&mut cluster.connect(at));
-        }
-        cluster.wait_until_equal();
+        treasure.check_all(&cluster);
     }
 }
 
@@ -81,12 +79,10 @@ fn a_node_comes_back_from_its_log_and_from_a_snapshot() {
 fn a_single_durable_node_comes_back() {
     let _turn = Turn::shared();
     let dir = Dir::new();
-    let addresses = free_addresses(host(), 2);
-    let formation = ["--cluster-bootstrap".to_owned(), "--snapshot-entries=100".to_owned()];
-    let mut node = Node::new("node-a", addresses[0], addresses[1], dir.path("a"), &formation);
+    let formation = ["--cluster-bootstrap", "--snapshot-entries=100"];
+    let mut node = Node::anywhere("node-a", dir.path("a"), &formation);
     let begun = Instant::now();
-    node.start();
-    node.wait_until_ready();
+    node.start_ready();
     assert!(begun.elapsed() < Duration::from_secs(3), "nobody to wait for: {:?}", begun.elapsed());
     let mut client = node.connect();
     let mut token = client.lock("lock", "0 600");
@@ -120,22 +116,18 @@ fn a_node_that_was_away_gets_a_snapshot() {
     let treasure = Treasure::bury(&cluster, &there, 600);
     for &at in &there {
         eventually("the log is cut", || {
-            (index_of(&cluster.nodes[at], "snapshot_index") > last + 100).then_some(())
+            index_of(&cluster.nodes[at], "snapshot_index") > last + 100
         });
     }
-    cluster.nodes[away].start();
-    cluster.nodes[away].wait_until_ready();
+    cluster.nodes[away].start_ready();
     cluster.wait_until_equal();
     treasure.check(&mut cluster.connect(away));
     // And it can go on from there, alone on its own disk.
-    cluster.nodes[away].kill();
-    cluster.nodes[away].start();
-    cluster.nodes[away].wait_until_ready();
+    cluster.nodes[away].restart();
     treasure.check(&mut cluster.connect(away));
     // Its clients are served as before.
     let mut client = cluster.connect(away);
-    let token = client.lock("again", "0 5");
-    client.check("r", "again", &token, "ok");
+    client.lock_and_release("again", "0 5");
 }
 
 /// Where a file has its last byte that is not zero.
@@ -231,8 +223,7 @@ fn flipped_bytes_are_noticed_or_harmless() {
         treasure.check(&mut cluster.connect(at));
     }
     // What was flipped back is as good as before.
-    cluster.nodes[victim].start();
-    cluster.nodes[victim].wait_until_ready();
+    cluster.nodes[victim].start_ready();
     treasure.check(&mut cluster.connect(victim));
     cluster.wait_until_equal();
 }
@@ -283,10 +274,10 @@ fn an_interrupted_write_at_the_end_is_cut_and_made_good() {
 #[test]
 fn garbage_in_the_reserve_does_no_harm() {
     let mut cluster = Cluster::start(3, &["--max-value-bytes", "65536"]);
-    let victim = cluster.others(cluster.leader())[0];
+    let victim = cluster.follower();
     let reserve = cluster.nodes[victim].dir.join("reserve");
     eventually("the reserve", || {
-        fs::metadata(&reserve).is_ok_and(|reserve| reserve.len() >= 16 << 20).then_some(())
+        fs::metadata(&reserve).is_ok_and(|reserve| reserve.len() >= 16 << 20)
     });
     cluster.nodes[victim].kill();
     for offset in [3, 600, 5000, 1 << 20, (16 << 20) - 1] {
@@ -313,9 +304,7 @@ fn garbage_in_the_reserve_does_no_harm() {
 #[test]
 fn a_data_directory_has_one_owner() {
     let cluster = Cluster::start(1, &[]);
-    let addresses = free_addresses(host(), 2);
-    let mut second =
-        Node::new("node-a", addresses[0], addresses[1], cluster.nodes[0].dir.clone(), &[]);
+    let mut second = Node::anywhere("node-a", cluster.nodes[0].dir.clone(), &[]);
     let said = second.start_in_vain();
     let dir = cluster.nodes[0].dir.to_str().unwrap();
     assert!(said.contains(dir), "{said}");
@@ -367,12 +356,9 @@ fn a_full_disk_refuses_what_grows_and_goes_on_when_there_is_room() {
         println!("skipped: this machine does not allow mounting a tmpfs");
         return;
     };
-    let addresses = free_addresses(host(), 2);
     let data = dir.path("small").join("data");
-    let formation = ["--cluster-bootstrap".to_owned()];
-    let mut node = Node::new("node-a", addresses[0], addresses[1], data, &formation);
-    node.start();
-    node.wait_until_ready();
+    let mut node = Node::anywhere("node-a", data, &["--cluster-bootstrap"]);
+    node.start_ready();
     let mut client = node.connect();
     let token = client.lock("lock", "0 600");
     client.check("kset", "value", "before", "ok");
@@ -403,9 +389,7 @@ fn a_full_disk_refuses_what_grows_and_goes_on_when_there_is_room() {
         answer.starts_with("ok ").then(|| granted(&answer))
     });
     client.check("kset", "value", "after", "ok");
-    node.kill();
-    node.start();
-    node.wait_until_ready();
+    node.restart();
     let mut client = node.connect();
     client.check("kget", "value", "", "ok after");
     client.check("get", "count", "", "ok 0");
@@ -417,16 +401,11 @@ fn a_full_disk_refuses_what_grows_and_goes_on_when_there_is_room() {
 #[test]
 fn a_leader_with_a_full_disk_hands_over() {
     let mut cluster = Cluster::prepare(Turn::shared(), 3, &["--election-timeout-ms", "500"]);
-    let mut mounts = Vec::new();
-    for node in &cluster.nodes {
-        match Mount::new(node.dir.clone(), 80) {
-            Some(mount) => mounts.push(mount),
-            None => {
-                println!("skipped: this machine does not allow mounting a tmpfs");
-                return;
-            }
-        }
-    }
+    let mounts = cluster.nodes.iter().map(|node| Mount::new(node.dir.clone(), 80));
+    let Some(mounts) = mounts.collect::<Option<Vec<_>>>() else {
+        println!("skipped: this machine does not allow mounting a tmpfs");
+        return;
+    };
     cluster.start_all();
     let leader = cluster.leader();
     let mut client = cluster.connect(cluster.others(leader)[0]);
@@ -443,12 +422,10 @@ fn a_leader_with_a_full_disk_hands_over() {
     mounts[leader].free();
     eventually("it takes writes again", || {
         let heard = cluster.connect(leader).try_ask("kset", "value", "with it", ANSWER);
-        (heard == Heard::Line("ok".into())).then_some(())
+        heard == Heard::Line("ok".into())
     });
     cluster.wait_until_ready();
     cluster.wait_until_equal();
-    for node in &mut cluster.nodes {
-        node.kill();
-    }
+    cluster.kill_all();
     drop(mounts);
 }

@@ -10,12 +10,12 @@ use std::path::Path;
 
 use dflockd_testkit::cluster::NAMES;
 use dflockd_testkit::dir::files;
-use dflockd_testkit::{Cluster, Node, Turn, eventually, free_addresses, host};
+use dflockd_testkit::{Cluster, Node, Turn, eventually};
 use serde_json::{Value, json};
 
-use super::kill::{Keepers, addresses};
+use super::kill::Keepers;
 use super::load::Load;
-use super::operate::{ADMIN, answer, offline_with, operate, refuses};
+use super::operate::{ADMIN, answer, as_member, offline_with, operate, promote, refuses};
 
 /// What makes a process speak for the older version.
 const OLDER: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "1");
@@ -65,7 +65,7 @@ fn wait_for_versions(cluster: &Cluster, used: u64, reads: [u64; 3]) {
     let reads: BTreeMap<_, _> = NAMES.iter().map(ToString::to_string).zip(reads).collect();
     for at in 0..3 {
         eventually("the members know what each reads", || {
-            (versions(cluster, at) == (used, reads.clone())).then_some(())
+            versions(cluster, at) == (used, reads.clone())
         });
     }
 }
@@ -75,7 +75,7 @@ fn let_lead(cluster: &Cluster, at: usize) {
     eventually("the leader that is wanted", || {
         let mut client = cluster.connect(cluster.leader());
         answer(&mut client, "transfer", &json!({ "node": NAMES[at], "reason": "a test" }));
-        (cluster.leader() == at).then_some(())
+        cluster.leader() == at
     });
 }
 
@@ -84,8 +84,7 @@ fn inspect(dir: &Path, variable: Option<(&str, &str)>) -> (bool, Value) {
     let dir = dir.to_str().unwrap();
     let args = ["inspect-data", dir, "--json", "--entries", "--last", "1000000"];
     let output = offline_with(&args, variable);
-    let shown = serde_json::from_str(&output.out);
-    (output.code == 0, shown.unwrap_or_else(|error| panic!("{error}: {output:?}")))
+    (output.code == 0, output.json())
 }
 
 /// The versions of all entries, in order; those without are the first of a term.
@@ -127,8 +126,7 @@ fn a_mixed_cluster_stays_at_what_all_read() {
             refuses(&mut client, "finalize", json!({}), "node-a (up to 1)");
         }
         let mut holder = cluster.connect(leader);
-        let token = holder.lock("lock", "0 60");
-        holder.check("r", "lock", &token, "ok");
+        holder.lock_and_release("lock", "0 60");
         operate(&mut cluster.connect(2), "snapshot", json!({}));
         cluster.connect(1).check("incr", "count", "1", &format!("ok {}", 2 - leader));
     }
@@ -163,17 +161,13 @@ fn a_new_cluster_uses_the_newest_version() {
     let cluster = start(Turn::shared(), &[0, 1, 2]);
     wait_for_versions(&cluster, 2, [2, 2, 2]);
     for at in 0..3 {
-        eventually("the limits of version 2", || {
-            (setting(&cluster, at, "max-lease-ttl") == 86_400).then_some(())
-        });
+        eventually("the limits of version 2", || setting(&cluster, at, "max-lease-ttl") == 86_400);
     }
     // The requests of operators carry them, through any member.
     for at in 0..3 {
         let wanted = json!({ "set": { "max-lease-ttl": 1_000 + at } });
         operate(&mut cluster.connect(at), "policy", wanted);
-        eventually("the change of a limit", || {
-            (setting(&cluster, 0, "max-lease-ttl") == 1_000 + at).then_some(())
-        });
+        eventually("the change of a limit", || setting(&cluster, 0, "max-lease-ttl") == 1_000 + at);
     }
     let wanted = json!({ "set": { "max-lease-ttl": 5 } });
     refuses(&mut cluster.connect(0), "policy", wanted, "default-lease-ttl (33) is above");
@@ -190,9 +184,7 @@ fn a_finalised_cluster_has_no_way_back() {
     operate(&mut client, "finalize", json!({}));
     wait_for_versions(&cluster, 2, [2, 2, 2]);
     for at in 0..3 {
-        eventually("the limits of version 2", || {
-            (setting(&cluster, at, "max-sessions") == 262_144).then_some(())
-        });
+        eventually("the limits of version 2", || setting(&cluster, at, "max-sessions") == 262_144);
     }
     operate(&mut client, "finalize", json!({}));
     client.check("kset", "after", "2", "ok");
@@ -227,26 +219,18 @@ fn a_finalised_cluster_has_no_way_back() {
     }
     cluster.wait_until_equal();
 
-    let addresses = free_addresses(host(), 2);
-    let formation = ["--election-timeout-ms".to_owned(), "500".to_owned()];
-    let mut new =
-        Node::new("node-d", addresses[0], addresses[1], cluster.dir.path("node-d"), &formation);
+    let dir = cluster.dir.path("node-d");
+    let mut new = Node::anywhere("node-d", dir, &["--election-timeout-ms", "500"]);
     new.variable = Some(OLDER);
     new.start();
-    let (peer_addr, client_addr) = (addresses[1].to_string(), addresses[0].to_string());
-    let wanted = json!({ "node": "node-d", "peer_addr": peer_addr, "client_addr": client_addr });
     let mut client = cluster.connect(1);
-    operate(&mut client, "add", wanted);
+    operate(&mut client, "add", as_member(&new));
     let ended = new.process().wait_for_end();
     assert!(!ended.success() && new.output().contains("start the newer one"), "{}", new.output());
     new.kill();
     new.variable = None;
     new.start();
-    eventually("the new member votes", || {
-        let wanted = json!({ "node": "node-d", "reason": "a test" });
-        (answer(&mut client, "promote", &wanted)["done"] == true).then_some(())
-    });
-    new.wait_until_ready();
+    promote(&mut client, &new);
     new.connect().check("kget", "after", "", "ok 2");
 }
 
@@ -255,7 +239,7 @@ fn a_finalised_cluster_has_no_way_back() {
 #[test]
 fn a_member_that_was_away_is_too_old_when_it_comes_back() {
     let mut cluster = upgraded(Turn::shared());
-    let away = cluster.others(cluster.leader())[0];
+    let away = cluster.follower();
     cluster.nodes[away].kill();
     let mut client = cluster.connect(cluster.leader());
     operate(&mut client, "finalize", json!({}));
@@ -294,11 +278,11 @@ fn a_witness_has_its_say() {
     eventually("it is finalised", || {
         let mut client = cluster.connect(cluster.leader_among(&full));
         let wanted = json!({ "reason": "a test" });
-        (answer(&mut client, "finalize", &wanted)["done"] == true).then_some(())
+        answer(&mut client, "finalize", &wanted)["done"] == true
     });
     eventually("the witness has seen it", || {
         let status = operate(&mut cluster.connect(2), "status", json!({}));
-        (status["cluster_version"] == 2).then_some(())
+        status["cluster_version"] == 2
     });
     cluster.nodes[2].kill();
     cluster.nodes[2].variable = Some(OLDER);
@@ -311,7 +295,7 @@ fn a_witness_has_its_say() {
 #[test]
 fn a_rolling_upgrade_under_load_loses_nothing() {
     let mut cluster = start(Turn::alone(), &[]);
-    let servers = addresses(&cluster);
+    let servers = cluster.clients();
     let keepers = Keepers::start(&servers);
     let load = Load::start("upgrade", 4, &servers);
     for _ in 0..3 {

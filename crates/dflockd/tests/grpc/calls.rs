@@ -2,14 +2,7 @@
 
 use dflockd_testkit::eventually::tasks::soon;
 use dflockd_wire::grpc::compare_and_set_request::Expect;
-use dflockd_wire::grpc::{
-    AcquireRequest, AddCounterRequest, AttachRequest, BarrierWaitRequest, CampaignRequest,
-    CloseRequest, CompareAndSetRequest, DeleteRequest, DescribeRequest, EnqueueRequest,
-    GetCounterRequest, GetRequest, LengthRequest, ListEnd, ListRequest, LockMode, MembersRequest,
-    OpenRequest, PopRequest, ProclaimRequest, PublishRequest, PushRequest, RangeRequest, Reason,
-    ReleaseRequest, RenewRequest, ResignRequest, SetCounterRequest, SetRequest, TryAcquireRequest,
-    WaitRequest,
-};
+use dflockd_wire::grpc::*;
 use tonic::Code;
 
 use super::site::{Link, Members, Session, Site, refused};
@@ -31,7 +24,7 @@ async fn durable() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn follower() {
     let members = Members::start(3, &["--max-locks", "60", "--max-list-length", "3"]);
-    let follower = members.cluster.others(members.cluster.leader())[0];
+    let follower = members.cluster.follower();
     tour(&members.link(follower).await).await;
 }
 
@@ -78,11 +71,8 @@ async fn locks(link: &Link) {
     assert_eq!(held.valid_for_ms, 33_000);
     assert_eq!(b.try_acquire(b.request("l.k", 0)).await.unwrap(), None);
     assert_eq!(b.try_acquire(b.request("l.k", 50)).await.unwrap(), None);
-    let try_it = TryAcquireRequest {
-        session: b.id.clone(),
-        key: "l.k".into(),
-        ..TryAcquireRequest::default()
-    };
+    let try_it =
+        TryAcquireRequest { session: b.id.clone(), key: "l.k".into(), ..Default::default() };
     let tried = link.locks().try_acquire(try_it.clone()).await.unwrap().into_inner();
     assert_eq!(tried.grant, None);
     let renew = |token: &str, lease_ms| RenewRequest {
@@ -90,7 +80,7 @@ async fn locks(link: &Link) {
         key: "l.k".into(),
         token: token.to_owned(),
         lease_ms,
-        ..RenewRequest::default()
+        ..Default::default()
     };
     let renewed = link.locks().renew(renew(&held.token, 7000)).await.unwrap().into_inner();
     assert_eq!((renewed.fence, renewed.valid_for_ms), (held.fence, 7000));
@@ -99,11 +89,8 @@ async fn locks(link: &Link) {
     let wrong = "0".repeat(32);
     refused(link.locks().renew(renew(&wrong, 0)).await, Code::NotFound, Reason::NotHeld);
     // Whoever knows the token can release, without a session.
-    let release = ReleaseRequest {
-        key: "l.k".into(),
-        token: held.token.clone(),
-        ..ReleaseRequest::default()
-    };
+    let release =
+        ReleaseRequest { key: "l.k".into(), token: held.token.clone(), ..Default::default() };
     link.locks().release(release.clone()).await.unwrap();
     refused(link.locks().release(release).await, Code::NotFound, Reason::NotHeld);
     let tried = link.locks().try_acquire(try_it).await.unwrap().into_inner();
@@ -156,8 +143,7 @@ async fn kinds(link: &Link) {
     assert!(super::site::info(full.as_ref().unwrap_err()).retry_after_ms > 0);
     refused(full, Code::ResourceExhausted, Reason::MaxLocks);
     for session in [a, b] {
-        let close = CloseRequest { session: session.id.clone() };
-        link.sessions().close(close).await.unwrap();
+        session.close().await.unwrap();
     }
 }
 
@@ -166,13 +152,13 @@ async fn two_steps(link: &Link) {
     let enqueue = |session: &Session| EnqueueRequest {
         session: session.id.clone(),
         key: "two".into(),
-        ..EnqueueRequest::default()
+        ..Default::default()
     };
     let wait = |session: &Session, wait_ms| WaitRequest {
         session: session.id.clone(),
         key: "two".into(),
         wait_ms,
-        ..WaitRequest::default()
+        ..Default::default()
     };
     let not_enqueued = link.locks().wait(wait(&a, 0)).await;
     refused(not_enqueued, Code::FailedPrecondition, Reason::NotEnqueued);
@@ -221,8 +207,7 @@ async fn look(link: &Link) {
     assert_eq!(keys, ["look.0", "look.1", "look.2", "look.3", "look.4"]);
     let request = DescribeRequest { key: "look.nothing".into() };
     refused(link.locks().describe(request).await, Code::NotFound, Reason::NotFound);
-    let close = CloseRequest { session: a.id.clone() };
-    link.sessions().close(close).await.unwrap();
+    a.close().await.unwrap();
 }
 
 async fn elections(link: &Link) {
@@ -230,7 +215,7 @@ async fn elections(link: &Link) {
     let campaign = |session: &Session| CampaignRequest {
         session: session.id.clone(),
         key: "e".into(),
-        ..CampaignRequest::default()
+        ..Default::default()
     };
     let led = link.elections().campaign(campaign(&a)).await.unwrap().into_inner();
     let led = led.grant.expect("nobody else leads");
@@ -252,7 +237,7 @@ async fn elections(link: &Link) {
         session: a.id.clone(),
         key: "e".into(),
         token: led.token.clone(),
-        ..ResignRequest::default()
+        ..Default::default()
     };
     link.elections().resign(resign.clone()).await.unwrap();
     refused(link.elections().resign(resign).await, Code::NotFound, Reason::NotHeld);
@@ -285,7 +270,7 @@ async fn values(link: &Link) {
         key: "v".into(),
         expect: Some(expect),
         new_value: new_value.to_owned().into(),
-        ..CompareAndSetRequest::default()
+        ..Default::default()
     };
     for (expect, written) in [
         (Expect::Absent(true), false),
@@ -310,7 +295,7 @@ async fn values(link: &Link) {
     kv.set(short).await.unwrap();
     dflockd_testkit::eventually::tasks::eventually("its end", async || {
         let entry = link.kv().get(get.clone()).await.unwrap().into_inner().entry;
-        entry.is_none().then_some(())
+        entry.is_none()
     })
     .await;
     let publish =
@@ -324,7 +309,7 @@ async fn lists(link: &Link) {
         key: "q".into(),
         end: end.into(),
         item: item.to_owned().into(),
-        ..PushRequest::default()
+        ..Default::default()
     };
     for (end, item, length) in
         [(ListEnd::Right, "b", 1), (ListEnd::Left, "a", 2), (ListEnd::Right, "c", 3)]
@@ -342,7 +327,7 @@ async fn lists(link: &Link) {
         key: "q".into(),
         end: end.into(),
         wait_ms,
-        ..PopRequest::default()
+        ..Default::default()
     };
     for (end, item) in [(ListEnd::Left, "a"), (ListEnd::Right, "c"), (ListEnd::Left, "b")] {
         let popped = lists.pop(pop(end, None)).await.unwrap().into_inner().item;
@@ -367,7 +352,7 @@ async fn barriers(link: &Link) {
         key: "b".into(),
         count,
         wait_ms,
-        ..BarrierWaitRequest::default()
+        ..Default::default()
     };
     let (a, b) = (link.open(0).await, link.open(0).await);
     let alone = link.barriers().wait(arrive(&a, 2, 20)).await.unwrap().into_inner();
@@ -410,11 +395,11 @@ async fn malformed(link: &Link) {
     bad(link.sessions().open(name).await.map(|_| ()));
     for value in ["", "a\nb"] {
         let set =
-            SetRequest { key: "v".into(), value: value.to_owned().into(), ..SetRequest::default() };
+            SetRequest { key: "v".into(), value: value.to_owned().into(), ..Default::default() };
         bad(link.kv().set(set).await.map(|_| ()));
     }
     let large =
-        SetRequest { key: "v".into(), value: vec![b'x'; 65_534].into(), ..SetRequest::default() };
+        SetRequest { key: "v".into(), value: vec![b'x'; 65_534].into(), ..Default::default() };
     bad(link.kv().set(large).await.map(|_| ()));
     // A number of a request needs somebody whose it is.
     let add = AddCounterRequest { key: "c".into(), delta: 1, request_id: 1, ..Default::default() };

@@ -2,10 +2,7 @@
 
 use dflockd_testkit::Node;
 use dflockd_testkit::eventually::tasks::{eventually, soon};
-use dflockd_wire::grpc::{
-    AcquireRequest, AddCounterRequest, AddRequest, AttachRequest, CloseRequest, HealthRequest,
-    MemberRole, MembersRequest, PromoteRequest, Reason, RemoveRequest, TransferRequest,
-};
+use dflockd_wire::grpc::*;
 use tonic::{Code, Request};
 
 use super::site::{self, Link, Members, refused};
@@ -24,7 +21,7 @@ async fn a_session_works_through_every_member() {
         request_id,
         key: "c".into(),
         delta: 1,
-        ..AddCounterRequest::default()
+        ..Default::default()
     };
     for link in &links {
         let there = session.through(link);
@@ -36,10 +33,7 @@ async fn a_session_works_through_every_member() {
     let other = links[2].open(10_000).await;
     let theirs = other.lock("two").await;
     let request = AcquireRequest { request_id: 2, ..session.request("two", 60_000) };
-    let here = {
-        let (session, request) = (session.clone(), request.clone());
-        tokio::spawn(async move { session.try_acquire(request).await })
-    };
+    let here = session.begin(request.clone());
     links[0].wait_for_waiters("two", 1).await;
     let attach = AttachRequest { session: session.id.clone(), client_name: "moved".into() };
     let attached = links[1].sessions().attach(attach).await.unwrap().into_inner();
@@ -47,16 +41,12 @@ async fn a_session_works_through_every_member() {
     // The call that is left behind does nothing any more.
     let left = soon("the end of the old call", here).await.unwrap();
     refused(left, Code::NotFound, Reason::SessionGone);
-    let there = {
-        let there = session.through(&links[1]);
-        tokio::spawn(async move { there.try_acquire(request).await })
-    };
+    let there = session.through(&links[1]).begin(request);
     assert_eq!(links[1].describe("two").await.unwrap().waiters_total, 1, "its place is kept");
     other.unlock("two", &theirs).await.unwrap();
     let granted = soon("its turn", there).await.unwrap().unwrap().expect("granted");
     assert!(granted.fence > theirs.fence);
-    let close = CloseRequest { session: session.id.clone() };
-    links[2].sessions().close(close).await.unwrap();
+    session.through(&links[2]).close().await.unwrap();
     for link in &links {
         let gone = session.through(link).keep_alive().await;
         refused(gone, Code::NotFound, Reason::SessionGone);
@@ -72,10 +62,7 @@ async fn a_call_left_behind_is_withdrawn() {
     let (here, there) = (members.link(0).await, members.link(1).await);
     let (session, other) = (here.open(10_000).await, there.open(10_000).await);
     let held = other.lock("k").await;
-    let call = {
-        let session = session.clone();
-        tokio::spawn(async move { session.try_acquire(session.request("k", 60_000)).await })
-    };
+    let call = session.begin(session.request("k", 60_000));
     there.wait_for_waiters("k", 1).await;
     session.through(&there).keep_alive().await.unwrap();
     refused(soon("its end", call).await.unwrap(), Code::NotFound, Reason::SessionGone);
@@ -167,7 +154,7 @@ async fn members_come_and_go() {
         let output = members.cluster.nodes[0].output();
         let audited = output.lines().filter(|line| line.contains("cluster changed by an operator"));
         let done = audited.filter(|line| line.contains("done=true") && line.contains("the tests"));
-        (done.count() >= 5).then_some(())
+        done.count() >= 5
     })
     .await;
 }
@@ -178,7 +165,7 @@ async fn followers_redirect_if_told_to() {
     let members = Members::start(3, &["--follower-mode", "redirect"]);
     let leader = members.cluster.leader();
     let follower = members.link(members.cluster.others(leader)[0]).await;
-    let open = dflockd_wire::grpc::OpenRequest::default;
+    let open = OpenRequest::default;
     // Where its other APIs are is announced a moment after it is ready.
     let status = eventually("the leader's address", async || {
         let status = follower.sessions().open(open()).await.unwrap_err();
@@ -194,7 +181,7 @@ async fn followers_redirect_if_told_to() {
     eventually("all addresses", async || {
         let told = follower.cluster().members(MembersRequest {}).await.unwrap().into_inner();
         let told: Vec<_> = told.members.into_iter().map(|member| member.grpc_addr).collect();
-        (told == known).then_some(())
+        told == known
     })
     .await;
 }

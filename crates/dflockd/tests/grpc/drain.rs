@@ -1,31 +1,15 @@
 //! The end of a server.
 
-use std::fmt::Debug;
-
 use dflockd_testkit::eventually::tasks::{eventually, soon};
-use dflockd_wire::grpc::{
-    AcquireRequest, AuditRequest, HealthRequest, KeepAliveRequest, ObserveRequest, Reason,
-    SubscribeRequest, WatchRequest,
-};
+use dflockd_wire::grpc::*;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Code, Status, Streaming};
+use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_reflection::pb::{v1, v1alpha};
 
-use super::site::{Members, Site, admin, refused};
-
-/// The last word of a stream.
-async fn end<T: Debug>(stream: &mut Streaming<T>) -> Status {
-    loop {
-        match soon("its end", stream.message()).await {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it ends with a reason"),
-            Err(status) => return status,
-        }
-    }
-}
+use super::site::{Members, Site, admin, end, refused};
 
 /// Who waits is told, streams end with a reason, and the process ends.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -34,10 +18,7 @@ async fn a_server_that_goes_tells_everybody() {
     let link = site.link().await;
     let (holder, waiter) = (link.open(0).await, link.open(0).await);
     holder.lock("k").await;
-    let call = {
-        let waiter = waiter.clone();
-        tokio::spawn(async move { waiter.try_acquire(waiter.request("k", 60_000)).await })
-    };
+    let call = waiter.begin(waiter.request("k", 60_000));
     let request = WatchRequest { patterns: vec![">".into()], ..WatchRequest::default() };
     let mut watch = link.watch().watch(request).await.unwrap().into_inner();
     let request = ObserveRequest { key: "e".into() };
@@ -105,19 +86,16 @@ async fn idle_streams_do_not_keep_the_server() {
     let mut audit = link.admin().audit(admin(ADMIN, follow)).await.unwrap().into_inner();
     // These say nothing, so their calls are not answered.
     let (mute, silence) = mpsc::channel::<KeepAliveRequest>(1);
-    let silent = {
-        let link = link.clone();
-        tokio::spawn(async move {
-            link.sessions().keep_alive_stream(ReceiverStream::new(silence)).await.map(|_| ())
-        })
-    };
+    let mut sessions = link.sessions();
+    let silent = tokio::spawn(async move {
+        sessions.keep_alive_stream(ReceiverStream::new(silence)).await.map(|_| ())
+    });
     let (deaf, silence) = mpsc::channel::<SubscribeRequest>(1);
-    let listens = {
-        let link = link.clone();
-        tokio::spawn(async move {
-            link.signals().subscribe(ReceiverStream::new(silence)).await.map(|_| ())
-        })
-    };
+    let mut signals = link.signals();
+    let listens =
+        tokio::spawn(
+            async move { signals.subscribe(ReceiverStream::new(silence)).await.map(|_| ()) },
+        );
     // Asked after these on the same connection.
     session.keep_alive().await.unwrap();
 
@@ -147,24 +125,15 @@ async fn a_member_that_goes_hands_its_sessions_on() {
     let held = holder.lock("k").await;
     let mine = waiter.lock("mine").await;
     let request = AcquireRequest { request_id: 1, ..waiter.request("k", 60_000) };
-    let call = {
-        let (waiter, request) = (waiter.clone(), request.clone());
-        tokio::spawn(async move { waiter.try_acquire(request).await })
-    };
+    let call = waiter.begin(request.clone());
     there.wait_for_waiters("k", 1).await;
-    let behind = {
-        let other = there.open(20_000).await;
-        tokio::spawn(async move { other.lock("k").await })
-    };
+    let behind = there.open(20_000).await.begin_lock("k");
     there.wait_for_waiters("k", 2).await;
     let node = &mut members.cluster.nodes[going];
     tokio::task::block_in_place(|| node.terminate());
     assert!(soon("its end", call).await.unwrap().is_err());
     let moved = waiter.through(&there);
-    let again = {
-        let moved = moved.clone();
-        tokio::spawn(async move { moved.try_acquire(request).await })
-    };
+    let again = moved.begin(request);
     let kept = eventually("it is there", async || moved.keep_alive().await.ok()).await;
     assert_eq!(kept.renewed, 1, "promise 17");
     holder.unlock("k", &held).await.unwrap();

@@ -7,10 +7,7 @@ use std::time::{Duration, Instant};
 use dflockd_testkit::eventually::tasks::eventually;
 use dflockd_testkit::http::Ask;
 use dflockd_testkit::{LIMIT, millis};
-use dflockd_wire::grpc::{
-    AddCounterRequest, GetCounterRequest, GetRequest, OpenRequest, RangeRequest, Reason,
-    SetRequest, SubscribeRequest, Subscription, WatchRequest,
-};
+use dflockd_wire::grpc::*;
 use prost::Message;
 use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
@@ -22,14 +19,21 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
 const PING: [u8; 17] = [0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
 
+fn subscribe(patterns: &[&str]) -> SubscribeRequest {
+    let pattern = |pattern: &&str| Subscription {
+        pattern: (*pattern).to_owned().into(),
+        ..Default::default()
+    };
+    SubscribeRequest { add: patterns.iter().map(pattern).collect(), remove: Vec::new() }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sessions_and_streams_are_counted() {
     let site = Site::start(&["--http-max-sessions", "3"]);
     let link = site.link().await;
     let first = link.open(0).await;
     link.open(0).await;
-    let subscription = Subscription { pattern: "a".into(), group: Default::default() };
-    let request = SubscribeRequest { add: vec![subscription], remove: Vec::new() };
+    let request = subscribe(&["a"]);
     let stream = link.signals().subscribe(tokio_stream::iter([request])).await.unwrap();
     let full = link.sessions().open(OpenRequest::default()).await;
     refused(full, Code::ResourceExhausted, Reason::MaxSessions);
@@ -39,8 +43,7 @@ async fn sessions_and_streams_are_counted() {
         sessions.open(OpenRequest::default()).await.ok().map(|_| ())
     })
     .await;
-    let close = dflockd_wire::grpc::CloseRequest { session: first.id.clone() };
-    link.sessions().close(close).await.unwrap();
+    first.close().await.unwrap();
     link.open(0).await;
 }
 
@@ -88,12 +91,7 @@ async fn subscriptions_have_limits() {
     let site = Site::start(&["--max-subscriptions", "2", "--max-subscriptions-total", "3"]);
     let link = site.link().await;
     let subscribe = async |patterns: &[&str]| {
-        let add = patterns.iter().map(|pattern| Subscription {
-            pattern: (*pattern).to_owned().into(),
-            group: Default::default(),
-        });
-        let request = SubscribeRequest { add: add.collect(), remove: Vec::new() };
-        link.signals().subscribe(tokio_stream::iter([request])).await
+        link.signals().subscribe(tokio_stream::iter([subscribe(patterns)])).await
     };
     let watch = async |patterns: usize| {
         let patterns = vec!["k".into(); patterns];
@@ -127,7 +125,7 @@ async fn messages_have_a_limit() {
     let set = |bytes| SetRequest {
         key: "v".into(),
         value: vec![b'x'; bytes].into(),
-        ..SetRequest::default()
+        ..Default::default()
     };
     link.kv().set(set(1_048_576)).await.unwrap();
     let large = link.kv().set(set(3 << 20)).await.unwrap_err();
@@ -141,8 +139,7 @@ async fn connections_have_a_limit() {
     let site = Site::start(&["--http-max-connections-per-ip", "2"]);
     let (one, _two) = (site.link().await, site.link().await);
     one.open(0).await;
-    let mut third = TcpStream::connect(site.grpc).unwrap();
-    third.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut third = site.socket();
     assert!(matches!(third.read(&mut [0]), Ok(0) | Err(_)), "closed at once");
     drop(_two);
     let mut room = None;
@@ -162,9 +159,8 @@ async fn connections_have_a_limit() {
 async fn a_flood_of_pings_is_cut_off() {
     let site = Site::start(&[]);
     let link = site.link().await;
-    let address = site.grpc;
+    let mut socket = site.socket();
     let flood = tokio::task::spawn_blocking(move || {
-        let mut socket = TcpStream::connect(address).unwrap();
         socket.write_all(PREFACE).unwrap();
         socket.write_all(&SETTINGS).unwrap();
         let mut reader = socket.try_clone().unwrap();
@@ -191,12 +187,10 @@ async fn a_flood_of_pings_is_cut_off() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn strangers_are_sent_away() {
     let site = Site::start(&[]);
-    let mut rude = TcpStream::connect(site.grpc).unwrap();
-    rude.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut rude = site.socket();
     rude.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
     assert!(matches!(rude.read(&mut [0]), Ok(0) | Err(_)));
-    let mut slow = TcpStream::connect(site.grpc).unwrap();
-    slow.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut slow = site.socket();
     slow.write_all(&PREFACE[..10]).unwrap();
     let begun = Instant::now();
     assert!(matches!(slow.read(&mut [0]), Ok(0) | Err(_)));
@@ -204,27 +198,38 @@ async fn strangers_are_sent_away() {
     site.link().await.open(0).await;
 }
 
-/// Speaks HTTP/2 as far as pings go: answers the server's until the connection ends. Gives the types of all frames.
-fn answer_pings(mut socket: TcpStream) -> Vec<u8> {
-    socket.set_read_timeout(Some(LIMIT)).unwrap();
-    socket.write_all(&[PREFACE, &SETTINGS].concat()).unwrap();
-    let mut kinds = Vec::new();
-    loop {
-        let mut head = [0; 9];
-        if socket.read_exact(&mut head).is_err() {
-            return kinds;
+/// The next frame of HTTP/2: type, flags and payload.
+fn next_frame(socket: &mut TcpStream) -> std::io::Result<(u8, u8, Vec<u8>)> {
+    let mut head = [0; 9];
+    socket.read_exact(&mut head)?;
+    let [a, b, c, kind, flags, ..] = head;
+    let mut payload = vec![0; usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)];
+    socket.read_exact(&mut payload)?;
+    Ok((kind, flags, payload))
+}
+
+/// Each call ends with a head that has the flag for that.
+fn ends_a_call((kind, flags, _): &(u8, u8, Vec<u8>)) -> bool {
+    *kind == 1 && flags & 1 == 1
+}
+
+/// Speaks HTTP/2 as far as pings go: answers the server's until it ends the connection. Gives how long that took.
+async fn only_pings(site: &Site) -> Duration {
+    let (mut socket, begun) = (site.socket(), Instant::now());
+    let kinds = tokio::task::spawn_blocking(move || {
+        socket.write_all(&[PREFACE, &SETTINGS].concat()).unwrap();
+        let mut kinds = Vec::new();
+        while let Ok((kind, flags, payload)) = next_frame(&mut socket) {
+            kinds.push(kind);
+            if kind == 6 && flags == 0 {
+                let _ = socket.write_all(&frame(6, 1, 0, &payload));
+            }
         }
-        let [a, b, c, kind, flags, ..] = head;
-        let mut payload = vec![0; usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)];
-        if socket.read_exact(&mut payload).is_err() {
-            return kinds;
-        }
-        kinds.push(kind);
-        if kind == 6 && flags == 0 {
-            let answer = [&[0, 0, 8, 6, 1, 0, 0, 0, 0][..], &payload].concat();
-            let _ = socket.write_all(&answer);
-        }
-    }
+        kinds
+    });
+    let kinds = kinds.await.unwrap();
+    assert!(kinds.contains(&GOAWAY), "{kinds:?}");
+    begun.elapsed()
 }
 
 const GOAWAY: u8 = 7;
@@ -234,25 +239,17 @@ const GOAWAY: u8 = 7;
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn unused_connections_end() {
     let site = Site::start(&["--grpc-idle-timeout", "2"]);
-    let subscription = Subscription { pattern: "a".into(), group: Default::default() };
-    let request = SubscribeRequest { add: vec![subscription], remove: Vec::new() };
     let busy = site.link().await;
-    let requests = endless(request);
+    let requests = endless(subscribe(&["a"]));
     let mut stream = busy.signals().subscribe(requests).await.unwrap().into_inner();
     let idle = site.link().await;
     let session = idle.open(0).await;
 
-    let grpc = site.grpc;
-    let begun = Instant::now();
-    let kinds =
-        tokio::task::spawn_blocking(move || answer_pings(TcpStream::connect(grpc).unwrap()));
-    let kinds = kinds.await.unwrap();
-    assert!(kinds.contains(&GOAWAY), "{kinds:?}");
-    assert!(begun.elapsed() >= millis(2000), "{:?}", begun.elapsed());
+    let took = only_pings(&site).await;
+    assert!(took >= millis(2000), "{took:?}");
     // A client that comes back does not notice.
     tokio::time::sleep(millis(2500)).await;
-    let close = dflockd_wire::grpc::CloseRequest { session: session.id.clone() };
-    idle.sessions().close(close).await.unwrap();
+    session.close().await.unwrap();
     let still = tokio::time::timeout(millis(200), stream.message()).await;
     assert!(still.is_err() || still.is_ok_and(|next| next.is_ok_and(|next| next.is_some())));
 }
@@ -271,14 +268,10 @@ fn endless<T: Send + 'static>(first: T) -> impl tokio_stream::Stream<Item = T> +
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn strangers_do_not_stay() {
     let site = Site::start(&["--auth-token", "the-token-of-clients", "--read-timeout", "1"]);
-    let grpc = site.grpc;
-    let begun = Instant::now();
-    let kinds =
-        tokio::task::spawn_blocking(move || answer_pings(TcpStream::connect(grpc).unwrap()));
-    let kinds = kinds.await.unwrap();
-    assert!(kinds.contains(&GOAWAY), "{kinds:?}");
-    assert!(begun.elapsed() >= millis(1000) && begun.elapsed() < Duration::from_secs(20));
+    let took = only_pings(&site).await;
+    assert!(took >= millis(1000) && took < Duration::from_secs(20));
 }
+
 /// A call as a page can make a browser send it over TLS: a body that the page chooses, as text.
 ///
 /// GUARANTEES 48: a web page is no client of a server without a token.
@@ -305,32 +298,13 @@ async fn a_call_says_that_it_is_one() {
             head.push(u8::try_from(value.len()).unwrap());
             head.extend(value.as_bytes());
         }
-        let frame = |kind: u8, flags: u8, payload: &[u8]| {
-            let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
-            [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
-        };
-        let (headers, data) = (frame(1, 4, &head), frame(0, 1, &body));
+        let (headers, data) = (frame(1, 4, 1, &head), frame(0, 1, 1, &body));
         let bytes = [PREFACE, &SETTINGS, &headers, &data].concat();
-        let address = site.grpc;
+        let mut socket = site.socket();
         let answered = tokio::task::spawn_blocking(move || {
-            let mut socket = TcpStream::connect(address).unwrap();
-            socket.set_read_timeout(Some(LIMIT)).unwrap();
             socket.write_all(&bytes).unwrap();
-            // The answer is there when its stream has ended.
-            let (mut answer, mut piece) = (Vec::<u8>::new(), [0; 4096]);
-            loop {
-                let mut rest = &answer[..];
-                while let [a, b, c, kind, flags, _, _, _, stream, payload @ ..] = rest {
-                    let length = usize::from(*a) << 16 | usize::from(*b) << 8 | usize::from(*c);
-                    if *kind == 1 && *stream == 1 && flags & 1 == 1 {
-                        return;
-                    }
-                    rest = payload.get(length..).unwrap_or_default();
-                }
-                let count = socket.read(&mut piece).unwrap();
-                assert!(count > 0, "no answer");
-                answer.extend(&piece[..count]);
-            }
+            // The answer is there when its stream has ended; there is only this one.
+            while !ends_a_call(&next_frame(&mut socket).expect("an answer")) {}
         });
         answered.await.unwrap();
         sum += i64::from(is_call);
@@ -369,8 +343,7 @@ async fn half_messages_take_little_memory_and_end() {
     let link = site.link().await;
     link.open(0).await;
     let before = site.server.resident_kib();
-    let mut hog = TcpStream::connect(site.grpc).unwrap();
-    hog.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut hog = site.socket();
     let mut bytes = [PREFACE, &SETTINGS[..]].concat();
     let head = head("/dflockd.v1.Kv/Set");
     for call in 0..CALLS {
@@ -379,15 +352,10 @@ async fn half_messages_take_little_memory_and_end() {
     }
     hog.write_all(&bytes).unwrap();
     let ended = tokio::task::spawn_blocking(move || {
-        // Heads of frames: each call ends with one that has the flag for that.
         let mut ended = 0;
         while ended < CALLS {
-            let mut head = [0; 9];
-            hog.read_exact(&mut head).expect("all calls end");
-            let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
-            let mut payload = vec![0; usize::try_from(length).unwrap()];
-            hog.read_exact(&mut payload).unwrap();
-            ended += u32::from(head[3] == 1 && head[4] & 1 != 0);
+            let frame = next_frame(&mut hog).expect("all calls end");
+            ended += u32::from(ends_a_call(&frame));
         }
     });
     let mut line = site.server.connect();
@@ -414,7 +382,7 @@ async fn answers_that_nobody_takes_in() {
         line.check("rpush", "big", &item, &format!("ok {count}"));
     }
     let before = site.server.resident_kib();
-    let mut hog = TcpStream::connect(site.grpc).unwrap();
+    let mut hog = site.socket();
     // As much as it likes: SETTINGS_INITIAL_WINDOW_SIZE, and the window of the connection.
     let all = 0x7fff_ffff_u32.to_be_bytes();
     let mut bytes = PREFACE.to_vec();

@@ -1,10 +1,7 @@
 //! What the service `Cluster` does for operators.
 
 use dflockd_testkit::eventually::tasks::{eventually, soon};
-use dflockd_wire::grpc::{
-    AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest, HealthRequest,
-    MembersRequest, Policy, PolicyRequest, Reason, SetPolicyRequest, SnapshotRequest,
-};
+use dflockd_wire::grpc::*;
 use tonic::{Code, Request, Response, Status};
 
 use super::site::{self, Link, Members, refused};
@@ -75,10 +72,7 @@ async fn settings_changed_at_once_are_all_changed() {
             soon("a change", asked).await.unwrap().unwrap();
         }
         for link in &links {
-            eventually("all changes are seen", async || {
-                (policy(link).await == expected).then_some(())
-            })
-            .await;
+            eventually("all changes are seen", async || policy(link).await == expected).await;
         }
     }
 }
@@ -126,7 +120,7 @@ async fn a_member_is_dialed_elsewhere() {
     cluster.address(address("node-b", moved)).await.unwrap();
     eventually("all know", async || {
         let told = link.cluster().members(MembersRequest {}).await.unwrap().into_inner().members;
-        (told[1].peer_addr == moved).then_some(())
+        told[1].peer_addr == moved
     })
     .await;
     cluster.address(address("node-b", &told[1].peer_addr)).await.unwrap();

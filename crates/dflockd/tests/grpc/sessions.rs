@@ -5,29 +5,19 @@ use std::net::SocketAddr;
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::http::Ask;
 use dflockd_testkit::{free_addresses, millis};
-use dflockd_wire::grpc::{
-    AcquireRequest, AddCounterRequest, CancelRequest, CancelResponse, CloseRequest,
-    KeepAliveRequest, PopRequest, PushRequest, Reason,
-};
+use dflockd_wire::grpc::*;
 use serde_json::json;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 
-use super::site::{Members, Session, Site, ask_http, info, not_yet, refused};
+use super::site::{Either, Members, Session, Site, ask_http, end, info, not_yet, refused};
 
 /// R4, R6: one keep-alive renews all locks that follow the session and no others.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_keep_alive_renews_what_follows_the_session() {
-    for durable in [false, true] {
-        let (site, members);
-        let link = if durable {
-            members = Members::start(1, &[]);
-            members.link(0).await
-        } else {
-            site = Site::start(&[]);
-            site.link().await
-        };
+    for server in Either::both() {
+        let link = server.link().await;
         let session = link.open(2000).await;
         let follow: Vec<String> = (0..20).map(|number| format!("follow{number}")).collect();
         for key in &follow {
@@ -75,16 +65,8 @@ async fn a_stream_keeps_alive_and_tells_of_losses() {
     sender.send(KeepAliveRequest::default()).await.unwrap();
     let second = soon("the second answer", stream.message()).await.unwrap().unwrap();
     assert_eq!((second.valid_for_ms, second.renewed), (3000, 1));
-    let close = CloseRequest { session: session.id.clone() };
-    link.sessions().close(close).await.unwrap();
-    let ended = loop {
-        match soon("the end", stream.message()).await {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it ends with a reason"),
-            Err(status) => break status,
-        }
-    };
-    refused(Err::<(), _>(ended), Code::NotFound, Reason::SessionGone);
+    session.close().await.unwrap();
+    refused(Err::<(), _>(end(&mut stream).await), Code::NotFound, Reason::SessionGone);
 }
 
 /// Promise 19: the same number is the same request, whatever connection it comes through.
@@ -121,7 +103,7 @@ async fn a_request_id_makes_once() {
         request_id: 11,
         key: "q".into(),
         item: "x".into(),
-        ..PushRequest::default()
+        ..Default::default()
     };
     assert_eq!(link.lists().push(push.clone()).await.unwrap().into_inner().length, 1);
     assert_eq!(other.lists().push(push).await.unwrap().into_inner().length, 1);
@@ -129,7 +111,7 @@ async fn a_request_id_makes_once() {
         session: session.id.clone(),
         request_id: 12,
         key: "q".into(),
-        ..PopRequest::default()
+        ..Default::default()
     };
     for link in [&link, &other] {
         let item = link.lists().pop(pop.clone()).await.unwrap().into_inner().item;
@@ -145,23 +127,14 @@ async fn a_place_in_the_queue_outlives_its_connection() {
     let (holder, first, second) = (link.open(0).await, link.open(0).await, link.open(0).await);
     let held = holder.lock("k").await;
     let request = AcquireRequest { request_id: 1, ..first.request("k", 60_000) };
-    let call = {
-        let (first, request) = (first.clone(), request.clone());
-        tokio::spawn(async move { first.try_acquire(request).await })
-    };
+    let call = first.begin(request.clone());
     link.wait_for_waiters("k", 1).await;
     call.abort();
-    let behind = {
-        let second = second.clone();
-        tokio::spawn(async move { second.lock("k").await })
-    };
+    let behind = second.begin_lock("k");
     link.wait_for_waiters("k", 2).await;
     // Asked twice more, through another connection, at the same time.
-    let again = |request: AcquireRequest| {
-        let first = first.through(&other);
-        tokio::spawn(async move { first.try_acquire(request).await })
-    };
-    let (mut one, two) = (again(request.clone()), again(request));
+    let first_there = first.through(&other);
+    let (mut one, two) = (first_there.begin(request.clone()), first_there.begin(request));
     not_yet(&mut one).await;
     assert_eq!(link.describe("k").await.unwrap().waiters_total, 2, "no place was added or lost");
     holder.unlock("k", &held).await.unwrap();
@@ -176,22 +149,12 @@ async fn a_place_in_the_queue_outlives_its_connection() {
 /// Promise 7: a call without a number that is given up leaves no place behind, and what it got is given back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_that_is_given_up_leaves_nothing() {
-    for durable in [false, true] {
-        let (site, members);
-        let link = if durable {
-            members = Members::start(1, &[]);
-            members.link(0).await
-        } else {
-            site = Site::start(&[]);
-            site.link().await
-        };
+    for server in Either::both() {
+        let link = server.link().await;
         let (holder, waiter) = (link.open(0).await, link.open(0).await);
         let held = holder.lock("k").await;
         // Cancelled.
-        let call = {
-            let waiter = waiter.clone();
-            tokio::spawn(async move { waiter.lock("k").await })
-        };
+        let call = waiter.begin_lock("k");
         link.wait_for_waiters("k", 1).await;
         call.abort();
         link.wait_for_waiters("k", 0).await;
@@ -204,8 +167,7 @@ async fn a_call_that_is_given_up_leaves_nothing() {
         holder.unlock("k", &held).await.unwrap();
         eventually("it is free", async || {
             let lock = link.describe("k").await;
-            let is_free = lock.is_none_or(|it| it.holders_total == 0 && it.waiters_total == 0);
-            is_free.then_some(())
+            lock.is_none_or(|it| it.holders_total == 0 && it.waiters_total == 0)
         })
         .await;
     }
@@ -231,11 +193,8 @@ async fn silence_ends_a_session() {
         let kept = back.keep_alive().await.unwrap();
         assert_eq!((holds, kept.renewed), (1, 1));
         tokio::time::sleep(millis(200)).await;
-        let request = AddCounterRequest {
-            session: silent.id.clone(),
-            key: "c".into(),
-            ..AddCounterRequest::default()
-        };
+        let request =
+            AddCounterRequest { session: silent.id.clone(), key: "c".into(), ..Default::default() };
         // Looking would be a sign of life, so not before its time has come.
         if site.server.begun_at.elapsed() < std::time::Duration::from_secs(14) {
             return None;
@@ -269,10 +228,7 @@ async fn a_request_with_a_number_is_withdrawn() {
         let held = holder.lock("k").await;
         let acquire =
             |number| AcquireRequest { request_id: number, ..session.request("k", 600_000) };
-        let begin = |number| {
-            let (session, request) = (session.clone(), acquire(number));
-            tokio::spawn(async move { session.try_acquire(request).await })
-        };
+        let begin = |number| session.begin(acquire(number));
         let waiting = begin(1);
         link.wait_for_waiters("k", 1).await;
         assert!(cancel(&session, 1).await.unwrap().waited);
@@ -289,7 +245,7 @@ async fn a_request_with_a_number_is_withdrawn() {
             eventually("the server has seen it go", async || {
                 let page = ask_http(http, &Ask::get("/metrics")).text();
                 let gone = r#"method="Acquire",code="CANCELLED"} 1"#;
-                page.contains(gone).then_some(())
+                page.contains(gone)
             })
             .await;
         }
@@ -300,14 +256,11 @@ async fn a_request_with_a_number_is_withdrawn() {
             request_id: 3,
             key: "l".into(),
             wait_ms: Some(600_000),
-            ..PopRequest::default()
+            ..Default::default()
         };
-        let popping = {
-            let link = link.clone();
-            tokio::spawn(async move { link.lists().pop(pop).await })
-        };
-        eventually("it waits", async || cancel(&session, 3).await.unwrap().waited.then_some(()))
-            .await;
+        let mut lists = link.lists();
+        let popping = tokio::spawn(async move { lists.pop(pop).await });
+        eventually("it waits", async || cancel(&session, 3).await.unwrap().waited).await;
         let popped = soon("its end", popping).await.unwrap().unwrap().into_inner();
         assert_eq!(popped.item, None);
         // What was granted stays so; what was never asked is nothing.
@@ -330,10 +283,7 @@ async fn a_request_is_withdrawn_through_another_member() {
     let (holder, session) = (there.open(30_000).await, here.open(30_000).await);
     holder.lock("k").await;
     let request = AcquireRequest { request_id: 1, ..session.request("k", 600_000) };
-    let call = {
-        let (session, request) = (session.clone(), request.clone());
-        tokio::spawn(async move { session.try_acquire(request).await })
-    };
+    let call = session.begin(request.clone());
     there.wait_for_waiters("k", 1).await;
     let moved = session.through(&there);
     cancel(&moved, 1).await.unwrap();
@@ -358,13 +308,9 @@ async fn a_session_that_is_closed_releases_all() {
 
     let session = link.open(60_000).await;
     session.lock("mine").await;
-    let waiting = {
-        let session = session.clone();
-        tokio::spawn(async move { session.try_acquire(session.request("theirs", 600_000)).await })
-    };
+    let waiting = session.begin(session.request("theirs", 600_000));
     link.wait_for_waiters("theirs", 1).await;
-    let close = CloseRequest { session: session.id.clone() };
-    link.sessions().close(close).await.unwrap();
+    session.close().await.unwrap();
     assert_eq!(link.describe("mine").await.map_or(0, |lock| lock.holders_total), 0);
     assert_eq!(link.describe("theirs").await.map_or(9, |lock| lock.waiters_total), 0);
     refused(soon("its end", waiting).await.unwrap(), Code::NotFound, Reason::SessionGone);

@@ -1,30 +1,17 @@
 //! Servers with a gRPC API, and clients to use it with.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use dflockd_testkit::eventually::tasks::eventually;
+use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::http::{Ask, Reply, Wire};
 use dflockd_testkit::{Cluster, LIMIT, Server, Turn, free_address, millis};
-use dflockd_wire::grpc::admin_client::AdminClient;
-use dflockd_wire::grpc::barriers_client::BarriersClient;
-use dflockd_wire::grpc::cluster_client::ClusterClient;
-use dflockd_wire::grpc::counters_client::CountersClient;
-use dflockd_wire::grpc::elections_client::ElectionsClient;
-use dflockd_wire::grpc::kv_client::KvClient;
-use dflockd_wire::grpc::lists_client::ListsClient;
-use dflockd_wire::grpc::locks_client::LocksClient;
-use dflockd_wire::grpc::sessions_client::SessionsClient;
-use dflockd_wire::grpc::signals_client::SignalsClient;
-use dflockd_wire::grpc::watch_client::WatchClient;
-use dflockd_wire::grpc::{
-    AcquireRequest, DescribeRequest, ErrorInfo, Grant, KeepAliveRequest, KeepAliveResponse, Lock,
-    OpenRequest, Reason, ReleaseRequest,
-};
+use dflockd_wire::grpc::*;
 use prost::Message;
+use tokio::task::JoinHandle;
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Status};
+use tonic::{Code, Request, Status, Streaming};
 
 /// A server in memory mode.
 pub(super) struct Site {
@@ -48,6 +35,35 @@ impl Site {
 
     pub(super) async fn link(&self) -> Link {
         Link::connect(self.grpc).await
+    }
+
+    /// A connection that speaks no gRPC yet.
+    pub(super) fn socket(&self) -> TcpStream {
+        let socket = TcpStream::connect(self.grpc).unwrap();
+        socket.set_read_timeout(Some(LIMIT)).unwrap();
+        socket
+    }
+}
+
+/// A server in memory mode or a durable node, for tests that must not see the difference.
+pub(super) enum Either {
+    Memory(Site),
+    Durable(Members),
+}
+
+impl Either {
+    /// One after the other.
+    pub(super) fn both() -> impl Iterator<Item = Self> {
+        let start: [fn() -> Self; 2] =
+            [|| Self::Memory(Site::start(&[])), || Self::Durable(Members::start(1, &[]))];
+        start.into_iter().map(|start| start())
+    }
+
+    pub(super) async fn link(&self) -> Link {
+        match self {
+            Self::Memory(site) => site.link().await,
+            Self::Durable(members) => members.link(0).await,
+        }
     }
 }
 
@@ -79,9 +95,9 @@ pub(super) struct Link {
 }
 
 macro_rules! clients {
-    ($($name:ident $client:ident)*) => {
-        $(pub(super) fn $name(&self) -> $client<Channel> {
-            $client::new(self.channel.clone())
+    ($($name:ident $module:ident $client:ident)*) => {
+        $(pub(super) fn $name(&self) -> $module::$client<Channel> {
+            $module::$client::new(self.channel.clone())
         })*
     };
 }
@@ -103,17 +119,17 @@ impl Link {
     }
 
     clients! {
-        sessions SessionsClient
-        locks LocksClient
-        elections ElectionsClient
-        counters CountersClient
-        kv KvClient
-        lists ListsClient
-        barriers BarriersClient
-        signals SignalsClient
-        watch WatchClient
-        cluster ClusterClient
-        admin AdminClient
+        sessions sessions_client SessionsClient
+        locks locks_client LocksClient
+        elections elections_client ElectionsClient
+        counters counters_client CountersClient
+        kv kv_client KvClient
+        lists lists_client ListsClient
+        barriers barriers_client BarriersClient
+        signals signals_client SignalsClient
+        watch watch_client WatchClient
+        cluster cluster_client ClusterClient
+        admin admin_client AdminClient
     }
 
     pub(super) async fn open(&self, ttl_ms: u64) -> Session {
@@ -133,19 +149,16 @@ impl Link {
     }
 
     pub(super) async fn wait_for_waiters(&self, key: &str, count: u32) {
-        eventually("waiters", async || {
-            let lock = self.describe(key).await;
-            (lock.map_or(0, |lock| lock.waiters_total) == count).then_some(())
-        })
-        .await;
+        self.wait_for("waiters", key, |lock| lock.waiters_total == count).await;
     }
 
     pub(super) async fn wait_for_holders(&self, key: &str, count: u32) {
-        eventually("holders", async || {
-            let lock = self.describe(key).await;
-            (lock.map_or(0, |lock| lock.holders_total) == count).then_some(())
-        })
-        .await;
+        self.wait_for("holders", key, |lock| lock.holders_total == count).await;
+    }
+
+    /// Waits for what a key is to be seen; nothing is a lock without anybody.
+    async fn wait_for(&self, what: &str, key: &str, seen: impl Fn(Lock) -> bool) {
+        eventually(what, async || seen(self.describe(key).await.unwrap_or_default())).await;
     }
 }
 
@@ -174,10 +187,25 @@ impl Session {
         Ok(self.link.locks().acquire(request).await?.into_inner().grant)
     }
 
+    /// The same in the background.
+    pub(super) fn begin(
+        &self,
+        request: AcquireRequest,
+    ) -> JoinHandle<Result<Option<Grant>, Status>> {
+        let session = self.clone();
+        tokio::spawn(async move { session.try_acquire(request).await })
+    }
+
     /// A mutex that is free, or becomes so in time.
     pub(super) async fn lock(&self, key: &str) -> Grant {
         let request = self.request(key, 20_000);
         self.try_acquire(request).await.unwrap().expect("it is granted")
+    }
+
+    /// The same in the background.
+    pub(super) fn begin_lock(&self, key: &'static str) -> JoinHandle<Grant> {
+        let session = self.clone();
+        tokio::spawn(async move { session.lock(key).await })
     }
 
     pub(super) async fn unlock(&self, key: &str, grant: &Grant) -> Result<(), Status> {
@@ -190,6 +218,22 @@ impl Session {
     pub(super) async fn keep_alive(&self) -> Result<KeepAliveResponse, Status> {
         let request = KeepAliveRequest { session: self.id.clone(), ack_through: 0 };
         Ok(self.link.sessions().keep_alive(request).await?.into_inner())
+    }
+
+    pub(super) async fn close(&self) -> Result<(), Status> {
+        let request = CloseRequest { session: self.id.clone() };
+        self.link.sessions().close(request).await.map(|_| ())
+    }
+}
+
+/// The last word of a stream.
+pub(super) async fn end<T>(stream: &mut Streaming<T>) -> Status {
+    loop {
+        match soon("its end", stream.message()).await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("it ends with a reason"),
+            Err(status) => return status,
+        }
     }
 }
 

@@ -2,11 +2,7 @@
 
 use dflockd_testkit::eventually::tasks::soon;
 use dflockd_wire::grpc::subscribe_response::What;
-use dflockd_wire::grpc::{
-    AddCounterRequest, CampaignRequest, ChangeKind, HealthRequest, LeaderEvent, ObserveRequest,
-    ObserveResponse, ProclaimRequest, PublishRequest, Reason, ResignRequest, SetRequest,
-    SubscribeRequest, SubscribeResponse, Subscription, WatchRequest, WatchResponse,
-};
+use dflockd_wire::grpc::*;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
@@ -15,7 +11,7 @@ use super::site::{Link, Members, Session, Site, info, refused};
 
 async fn set(link: &Link, key: &str) -> u64 {
     let request =
-        SetRequest { key: key.to_owned().into(), value: "x".into(), ..SetRequest::default() };
+        SetRequest { key: key.to_owned().into(), value: "x".into(), ..Default::default() };
     link.kv().set(request).await.unwrap().into_inner().revision
 }
 
@@ -87,18 +83,15 @@ async fn a_watch_says_what_it_can_not_tell() {
     // Changes that are no longer kept, and those of another life of the server.
     for after in [0, revision + 1_000_000] {
         let stream = link.watch().watch(watch("k", Some(after))).await;
-        let ended = match stream {
+        let ended = match stream.map(tonic::Response::into_inner) {
             Err(status) => status,
-            Ok(stream) => {
-                let mut stream = stream.into_inner();
-                loop {
-                    match soon("the end", stream.message()).await {
-                        Ok(Some(message)) => assert!(message.changes.is_empty()),
-                        Ok(None) => panic!("it ends with a reason"),
-                        Err(status) => break status,
-                    }
+            Ok(mut stream) => loop {
+                match soon("the end", stream.message()).await {
+                    Ok(Some(message)) => assert!(message.changes.is_empty()),
+                    Ok(None) => panic!("it ends with a reason"),
+                    Err(status) => break status,
                 }
-            }
+            },
         };
         assert!(info(&ended).revision > 0 && info(&ended).revision <= revision);
         refused(Err::<(), _>(ended), Code::OutOfRange, Reason::Compacted);
@@ -143,7 +136,7 @@ async fn publish(link: &Link, channel: &str, payload: &str) -> u64 {
     let request = PublishRequest {
         channel: channel.to_owned().into(),
         payload: payload.to_owned().into(),
-        ..PublishRequest::default()
+        ..Default::default()
     };
     link.signals().publish(request).await.unwrap().into_inner().receivers
 }
@@ -183,12 +176,12 @@ async fn signals_reach_whoever_listens() {
     assert!(matches!(what, Some(What::Signal(signal)) if &signal.payload[..] == b"still"));
 }
 
-async fn campaign(link: &Link, session: &Session, wait_ms: u64) -> dflockd_wire::grpc::Grant {
+async fn campaign(link: &Link, session: &Session, wait_ms: u64) -> Grant {
     let request = CampaignRequest {
         session: session.id.clone(),
         key: "e".into(),
         wait_ms,
-        ..CampaignRequest::default()
+        ..Default::default()
     };
     let response = link.elections().campaign(request).await.unwrap().into_inner();
     response.grant.expect("it leads")
@@ -223,16 +216,14 @@ async fn observers_see_who_leads() {
     let mut late = link.elections().observe(observe).await.unwrap().into_inner();
     let told = next(&mut late).await.leader.expect("it leads");
     assert_eq!((told.fence, &told.value[..]), (first.fence, &b"at 10.0.0.1"[..]));
-    let waiting = {
-        let (link, b) = (link.clone(), b.clone());
-        tokio::spawn(async move { campaign(&link, &b, 20_000).await })
-    };
+    let (link_of_b, waits) = (link.clone(), b.clone());
+    let waiting = tokio::spawn(async move { campaign(&link_of_b, &waits, 20_000).await });
     link.wait_for_waiters("e", 1).await;
     let resign = ResignRequest {
         session: a.id.clone(),
         key: "e".into(),
         token: first.token.clone(),
-        ..ResignRequest::default()
+        ..Default::default()
     };
     link.elections().resign(resign).await.unwrap();
     let second = soon("its turn", waiting).await.unwrap();

@@ -1,22 +1,18 @@
 //! Limits on sessions, connections and requests, and what the server cannot give.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 
 use dflockd_engine::FenceFile;
 use dflockd_testkit::http::{Ask, Got, Reply, Wire};
+use dflockd_testkit::ports::connect_from;
 use dflockd_testkit::{Dir, LIMIT, eventually};
 use serde_json::json;
-use socket2::{Domain, Socket, Type};
 
 use super::site::{Site, granted};
 
 /// A connection from another address of the loopback interface.
 fn from(last: u8, to: SocketAddr) -> Wire {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-    let own = SocketAddr::from((IpAddr::from(Ipv4Addr::new(127, 0, 0, last)), 0));
-    socket.bind(&own.into()).unwrap();
-    socket.connect(&to.into()).unwrap();
-    Wire::over(socket.into(), None).unwrap()
+    Wire::over(connect_from(last, to), None).unwrap()
 }
 
 #[test]
@@ -38,14 +34,8 @@ fn sessions_in_all() {
 /// one.
 #[test]
 fn sessions_and_what_they_have() {
-    let site = Site::start(&[
-        "--max-sessions",
-        "2",
-        "--max-holds-per-session",
-        "2",
-        "--max-lease-ttl",
-        "60",
-    ]);
+    let flags = ["--max-sessions", "2", "--max-holds-per-session", "2", "--max-lease-ttl", "60"];
+    let site = Site::start(&flags);
     let sessions: Vec<_> = (0..2).map(|_| site.session()).collect();
     site.post("/v1/sessions", &json!({})).refused(503, "max_sessions");
     sessions[0].lock("a");
@@ -60,9 +50,7 @@ fn sessions_and_what_they_have() {
 fn reaped_sessions_make_room() {
     let site = Site::start(&["--http-max-sessions", "1", "--http-session-idle-timeout", "1"]);
     site.session();
-    eventually("there is room", || {
-        (site.post("/v1/sessions", &json!({})).status == 200).then_some(())
-    });
+    eventually("there is room", || site.post("/v1/sessions", &json!({})).status == 200);
 }
 
 #[test]
@@ -157,9 +145,7 @@ fn requests_of_one_address() {
     assert!(statuses.contains(&429), "{statuses:?}");
     // A bucket for each address, and it fills again.
     from(2, site.http).ask(&Ask::get("/v1/stats")).ok();
-    eventually("the bucket fills", || {
-        (wire.ask(&Ask::get("/v1/stats")).status == 200).then_some(())
-    });
+    eventually("the bucket fills", || wire.ask(&Ask::get("/v1/stats")).status == 200);
 }
 
 /// The limit is looked at before the token.

@@ -73,8 +73,7 @@ fn a_session_outlives_its_member() {
         assert_eq!(renewed.ok()["fence"], held.body["fence"]);
         there.unlock(&format!("k{lost}"), &held);
         there.end().empty();
-        members.cluster.nodes[lost].start();
-        members.cluster.nodes[lost].wait_until_ready();
+        members.cluster.nodes[lost].start_ready();
     }
 }
 
@@ -108,7 +107,7 @@ fn followers_redirect_if_told_to() {
     for path in ["/health", "/v1/stats", "/v1/overview", "/v1/openapi.json"] {
         assert_eq!(here.get(path).status, 200, "{path}");
     }
-    eventually("a follower is ready", || (here.get("/ready").status == 200).then_some(()));
+    eventually("a follower is ready", || here.get("/ready").status == 200);
     assert_eq!(there.get("/v1/readindex").ok(), json!({ "status": "ok" }));
     here.get("/v1/readindex").refused(503, "not_leader");
 }
@@ -193,7 +192,7 @@ fn membership() {
     let thief =
         json!({ "node_id": "node-a", "raft_addr": "127.0.0.1:1", "client_addr": "127.0.0.1:2" });
     leader.ask(Ask::post("/v1/admin/voters", &thief).admin(ADMIN)).refused(400, "add_voter_failed");
-    let gone = members.cluster.others(members.cluster.leader())[0];
+    let gone = members.cluster.follower();
     let name = &members.cluster.nodes[gone].name;
     assert_eq!(delete(name).ok(), json!({ "status": "ok", "node_id": name }));
     eventually("it is out", || {
@@ -205,7 +204,7 @@ fn membership() {
 #[test]
 fn administration_through_a_follower() {
     let members = Members::start(3, &["--admin-token", ADMIN]);
-    let follower = members.cluster.others(members.cluster.leader())[0];
+    let follower = members.cluster.follower();
     force_release(&members.places[follower], || {
         members.cluster.nodes.iter().map(Node::output).collect::<String>()
     });
@@ -228,7 +227,7 @@ fn without_a_majority() {
     };
     refusal(&place.post("/v1/counters/c/add", &json!({ "delta": 1 })));
     refusal(&session.post("/v1/locks/k", &json!({})));
-    eventually("it is not ready", || (place.get("/ready").status == 503).then_some(()));
+    eventually("it is not ready", || place.get("/ready").status == 503);
     assert_eq!(place.get("/ready").json()["status"], "not_ready");
     assert_eq!(place.get("/health").ok(), json!({ "status": "ok" }));
     for other in members.cluster.others(last) {
@@ -312,8 +311,7 @@ fn a_long_poll_here_and_a_ping_there() {
     let mut waiting = session.queue("k", 1);
     let moved = at(&session, there);
     moved.ping().empty();
-    let free = moved.lock("free");
-    moved.unlock("free", &free);
+    moved.lock_and_unlock("free");
     holder.unlock("k", &held);
     let told = waiting.reply();
     if told.status == 200 {

@@ -233,8 +233,7 @@ fn a_flood_of_resets() {
         }
         frames
     });
-    let held = session.lock("k");
-    session.unlock("k", &held);
+    session.lock_and_unlock("k");
     drop(client);
     // The line protocol of a TLS server is TLS, too.
     assert_eq!(site.line().ask("ping", "_", ""), "ok");
@@ -258,8 +257,7 @@ fn floods_of_frames_are_cut_off() {
         let stream = if kind == PRIORITY { 1 } else { 0 };
         let frames = Frame { kind, flags: 0, stream, payload }.bytes().repeat(1000);
         flood(&mut client, |_| frames.clone());
-        let held = session.lock("k");
-        session.unlock("k", &held);
+        session.lock_and_unlock("k");
     }
     site.server.wait_for_output("a flood of HTTP/2 frames");
 }

@@ -33,8 +33,7 @@ pub(super) fn tour(place: &Place) {
     waiting.reply().refused(410, "session_gone");
     assert_eq!(place.crowd("session-2"), (1, 0));
     a.unlock("session-2", &held);
-    let free = a.lock("session-2");
-    a.unlock("session-2", &free);
+    a.lock_and_unlock("session-2");
     a.end().empty();
 }
 
@@ -110,7 +109,7 @@ fn idle_sessions_are_reaped_and_busy_ones_are_not() {
     eventually("the idle one is reaped and its lock is free", || {
         pinged.ping().empty();
         holder.post("/v1/locks/k/renew", &json!({ "token": held.token, "lease_ttl_s": 600 })).ok();
-        (site.crowd("idle").0 == 0).then_some(())
+        site.crowd("idle").0 == 0
     });
     assert!(begun.elapsed() >= Duration::from_secs(4), "earlier than twice the timeout");
     idle.ping().refused(410, "session_gone");
@@ -128,7 +127,7 @@ fn idle_sessions_are_reaped_and_busy_ones_are_not() {
     site.post("/v1/lists/l/push", &json!({ "value": "x", "end": "left" })).ok();
     assert_eq!(popping.reply().ok(), json!({ "status": "ok", "value": "x" }));
     // Once it has been answered it is idle like any other.
-    eventually("all are reaped", || (site.sessions() == 0).then_some(()));
+    eventually("all are reaped", || site.sessions() == 0);
 }
 
 /// In replicated mode the client may have gone to another member: the session ends some time after it was seen last,
@@ -143,7 +142,7 @@ fn idle_sessions_of_a_durable_node_end_too() {
     assert_eq!(site.crowd("k"), (1, 1));
     eventually("the place of the idle one is gone", || {
         holder.ping().empty();
-        (site.crowd("k") == (1, 0)).then_some(())
+        site.crowd("k") == (1, 0)
     });
     idle.ping().refused(410, "session_gone");
     holder.ping().empty();
@@ -169,13 +168,12 @@ fn a_slow_body_holds_up_nothing() {
     slow.send(ask.head(Some(2)));
     slow.send("{");
     // Another request of the session is served meanwhile.
-    let held = a.lock("quick");
-    a.unlock("quick", &held);
+    a.lock_and_unlock("quick");
     a.lock("kept");
     a.ping().empty();
     assert_eq!(slow.hear(millis(10)), Got::Nothing);
     // And it does not keep the session.
-    eventually("the session is reaped", || (site.crowd("kept") == (0, 0)).then_some(()));
+    eventually("the session is reaped", || site.crowd("kept") == (0, 0));
     slow.send("}");
     slow.reply().refused(410, "session_gone");
     assert_eq!(site.crowd("slow"), (0, 0));

@@ -121,7 +121,7 @@ impl Place {
     #[track_caller]
     pub(super) fn wait_for_crowd(&self, key: &str, holders: u64, waiters: u64) {
         eventually(&format!("{holders} holders and {waiters} waiters of {key}"), || {
-            (self.crowd(key) == (holders, waiters)).then_some(())
+            self.crowd(key) == (holders, waiters)
         });
     }
 
@@ -169,20 +169,15 @@ impl Site {
 
     /// In memory mode with a bearer token.
     pub(super) fn guarded(token: &str, args: &[&str]) -> Self {
-        let mut all = vec!["--auth-token", token];
-        all.extend_from_slice(args);
-        let (dir, place) = (Dir::new(), Some(token.to_owned()));
-        let mut site = Self::launch(dir, None, &all);
-        site.place.bearer = place;
+        let mut site = Self::start(&[&["--auth-token", token], args].concat());
+        site.place.bearer = Some(token.to_owned());
         site
     }
 
     pub(super) fn with_tls(args: &[&str]) -> Self {
         let (dir, pair) = (Dir::new(), Pair::new());
-        let flags = pair.flags(&dir);
-        let mut all: Vec<&str> = flags.iter().map(String::as_str).collect();
-        all.extend_from_slice(args);
-        Self::launch(dir, Some(pair.client()), &all)
+        let [cert, key] = pair.flags(&dir);
+        Self::launch(dir, Some(pair.client()), &[&[&*cert, &key], args].concat())
     }
 
     /// With a certificate that the caller has named in the flags.
@@ -238,7 +233,7 @@ impl Members {
     }
 
     pub(super) fn follower(&self) -> &Place {
-        &self.places[self.cluster.others(self.cluster.leader())[0]]
+        &self.places[self.cluster.follower()]
     }
 }
 
@@ -301,6 +296,12 @@ impl Session {
         self.take(&format!("/v1/locks/{}", escape(key)), &json!({ "lease_ttl_s": 600 }))
     }
 
+    /// Takes a lock that is free, and gives it back.
+    #[track_caller]
+    pub(super) fn lock_and_unlock(&self, key: &str) {
+        self.unlock(key, &self.lock(key));
+    }
+
     #[track_caller]
     pub(super) fn unlock(&self, key: &str, grant: &Grant) {
         self.post(&format!("/v1/locks/{}/release", escape(key)), &grant.proof()).empty();
@@ -311,9 +312,7 @@ impl Session {
     pub(super) fn queue(&self, key: &str, place: u64) -> Wire {
         let body = json!({ "acquire_timeout_s": 600, "lease_ttl_s": 600 });
         let wire = self.begin(&format!("/v1/locks/{}", escape(key)), &body);
-        eventually(&format!("{place} waiters of {key}"), || {
-            (self.place.crowd(key).1 == place).then_some(())
-        });
+        eventually(&format!("{place} waiters of {key}"), || self.place.crowd(key).1 == place);
         wire
     }
 

@@ -2,6 +2,7 @@
 
 use dflockd_testkit::eventually;
 use dflockd_testkit::http::Ask;
+use dflockd_testkit::line::entry;
 use serde_json::{Value, json};
 
 use super::site::{Place, Session, Site, still_waits};
@@ -84,7 +85,7 @@ fn entries(place: &Place) {
     assert_eq!(place.get(path).ok()["value"], "four");
 
     assert_eq!(place.put(path, &json!({ "value": "brief", "ttl_ms": 50 })).ok()["status"], "ok");
-    eventually("the entry ends", || (place.get(path).ok()["status"] == "empty").then_some(()));
+    eventually("the entry ends", || place.get(path).ok()["status"] == "empty");
 
     // Text is text, whatever it is made of.
     let text = "ü \u{1f512} \"quoted\" \\ \u{1} end";
@@ -168,10 +169,8 @@ fn blocking_pop(place: &Place, a: &Session, b: &Session) {
 pub(super) fn wait_for_poppers(place: &Place, count: u64) {
     eventually(&format!("{count} poppers"), || {
         let stats = place.get("/v1/stats").ok();
-        let lists = stats["lists"].as_array().unwrap();
-        let waiting = lists.iter().find(|list| list["key"] == "l");
-        let waiting = waiting.and_then(|list| list["pop_waiters"].as_u64()).unwrap_or(0);
-        (waiting == count).then_some(())
+        let waiting = entry(&stats, "lists", "l").and_then(|list| list["pop_waiters"].as_u64());
+        waiting.unwrap_or(0) == count
     });
 }
 
@@ -181,30 +180,21 @@ fn barrier(place: &Place, a: &Session, b: &Session) {
     let timeout = json!({ "status": "timeout" });
     assert_eq!(a.post(path, &json!({ "count": 2, "timeout_ms": 20 })).ok(), timeout);
     let mut first = a.begin(path, &two);
-    let arrived = || {
-        let stats = place.get("/v1/stats").ok();
-        (stats["barriers"].as_array().unwrap().len() == 1).then_some(())
-    };
-    eventually("one has arrived", arrived);
+    let barriers = || place.get("/v1/stats").ok()["barriers"].as_array().unwrap().clone();
+    eventually("one has arrived", || barriers().len() == 1);
     b.post(path, &json!({ "count": 3, "timeout_s": 1 })).refused(409, "barrier_count_mismatch");
     assert_eq!(b.post(path, &two).ok(), json!({ "status": "ok" }));
     assert_eq!(first.reply().ok(), json!({ "status": "ok" }));
     // GUARANTEES 28: who leaves breaks it for all.
     let three = json!({ "count": 3, "timeout_s": 60 });
     let mut first = a.begin(path, &three);
-    eventually("one has arrived", arrived);
+    eventually("one has arrived", || barriers().len() == 1);
     let second = b.begin(path, &three);
-    eventually("two have arrived", || {
-        let stats = place.get("/v1/stats").ok();
-        (stats["barriers"][0]["participants"] == 2).then_some(())
-    });
+    eventually("two have arrived", || barriers()[0]["participants"] == 2);
     still_waits(&mut first);
     drop(second);
     assert_eq!(first.reply().ok(), timeout);
-    eventually("it is gone", || {
-        let stats = place.get("/v1/stats").ok();
-        stats["barriers"].as_array().unwrap().is_empty().then_some(())
-    });
+    eventually("it is gone", || barriers().is_empty());
     for count in [json!(0), json!(-1), json!(1_048_577), json!("2"), json!(null)] {
         a.post(path, &json!({ "count": count, "timeout_s": 0 })).bad();
     }

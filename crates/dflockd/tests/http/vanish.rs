@@ -24,8 +24,7 @@ pub(super) fn tour(place: &Place) {
     again.reset();
     place.wait_for_crowd("vanish", 1, 0);
     c.unlock("vanish", &next);
-    let last = b.lock("vanish");
-    b.unlock("vanish", &last);
+    b.lock_and_unlock("vanish");
     race_for_lock(place, 10);
     race_for_item(place, 10);
 }
@@ -175,19 +174,16 @@ fn every_long_poll_notices() {
             let gone = goner.begin(&format!("{base}/wait"), &json!({ "timeout_s": 600 }));
             std::thread::sleep(dflockd_testkit::millis(20));
             gone.reset();
-            (site.crowd(key) == (1, 0)).then_some(())
+            site.crowd(key) == (1, 0)
         });
         holder.post(&format!("{base}/release"), &held.proof()).empty();
         assert_eq!(site.crowd(key), (0, 0), "{base}");
     }
     let gone = goner.begin("/v1/barriers/b/wait", &json!({ "count": 2, "timeout_s": 600 }));
-    let arrivals = |count: usize| {
-        let stats = site.get("/v1/stats").ok();
-        (stats["barriers"].as_array().unwrap().len() == count).then_some(())
-    };
-    eventually("it has arrived", || arrivals(1));
+    let arrivals = || site.get("/v1/stats").ok()["barriers"].as_array().unwrap().len();
+    eventually("it has arrived", || arrivals() == 1);
     gone.reset();
-    eventually("it has left", || arrivals(0));
+    eventually("it has left", || arrivals() == 0);
 }
 
 /// A grant that the kernel took but the client never read is not seen by anybody: the lease ends it.
@@ -205,11 +201,8 @@ fn a_request_behind_a_long_poll_does_not_save_it() {
     granted(&mut waiting);
     assert_eq!(waiting.reply().ok(), json!({ "status": "ok" }));
     // The same, and then it goes away.
-    let waiting = {
-        let mut wire = a.queue("k", 1);
-        wire.send(site.admitted(Ask::get("/health")).bytes());
-        wire
-    };
+    let mut waiting = a.queue("k", 1);
+    waiting.send(site.admitted(Ask::get("/health")).bytes());
     waiting.reset();
     site.wait_for_crowd("k", 1, 0);
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-use dflockd_testkit::http::{Ask, Event, Events, Got};
+use dflockd_testkit::http::{Ask, Event, Events, Got, Wire};
+use dflockd_testkit::ports::connect_narrow;
 use dflockd_testkit::{A_WHILE, LIMIT, Noise, eventually, millis};
 use serde_json::{Value, json};
 
@@ -94,9 +95,7 @@ fn what_cannot_be_watched() {
         "?pattern=a&after=-1",
         "?pattern=a&after=99999999999999999999",
     ] {
-        let reply = site.get(&format!("/v1/watch{wrong}"));
-        assert_eq!(reply.status, 400, "{wrong}: {}", reply.text());
-        reply.bad();
+        site.get(&format!("/v1/watch{wrong}")).bad_for(wrong);
     }
     site.ask(Ask::get("/v1/watch?pattern=a").header("Last-Event-ID", "x")).bad();
 }
@@ -243,7 +242,7 @@ fn recent_events_can_be_asked_for() {
 fn a_slow_watcher_is_cut_off() {
     let site = Site::start(&[]);
     let ask = site.admitted(Ask::get("/v1/watch?pattern=slow.%3E"));
-    let mut slow = narrow(&site);
+    let mut slow = Wire::over(connect_narrow(site.http), None).unwrap();
     slow.send(ask.bytes());
     let mut line = site.line();
     let before = site.server.resident_kib();
@@ -254,8 +253,7 @@ fn a_slow_watcher_is_cut_off() {
             assert!(line.line().starts_with("ok "));
         }
     }
-    let growth = site.server.resident_kib().saturating_sub(before);
-    assert!(growth < 64 * 1024, "{growth} KiB for a reader that does not read");
+    site.server.check_growth(before, 64 * 1024);
     // What it can still read ends, or says what was lost.
     let mut events = slow.into_events();
     let mut last = 0;
@@ -271,12 +269,4 @@ fn a_slow_watcher_is_cut_off() {
         }
     };
     assert!(matches!(end.as_str(), "End" | "compacted" | "lagged"), "{end}");
-}
-
-/// A connection whose buffers are soon full.
-fn narrow(site: &Site) -> dflockd_testkit::http::Wire {
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    socket.set_recv_buffer_size(8 * 1024).unwrap();
-    socket.connect(&site.http.into()).unwrap();
-    dflockd_testkit::http::Wire::over(socket.into(), None).unwrap()
 }

@@ -170,7 +170,7 @@ fn answers_past_the_bound_are_given_back() {
     let mut pusher = server.connect();
     eventually("all of them wait", || {
         let shown = pusher.ask("inspect", "q", "");
-        shown.contains("\"pop_waiters\":200").then_some(())
+        shown.contains("\"pop_waiters\":200")
     });
     let item = "x".repeat(60_000);
     for _ in 0..200 {

@@ -13,8 +13,7 @@ const TOKEN: &str = "correct-horse-battery-staple";
 fn refused(mut client: Client, request: &[u8]) {
     let begun = Instant::now();
     client.send(request);
-    assert_eq!(client.line(), "error_auth");
-    client.expect_end();
+    client.expect_last("error_auth");
     assert!(begun.elapsed() >= millis(90), "no pause: {:?}", begun.elapsed());
 }
 
@@ -54,8 +53,7 @@ fn everything_else_is_refused() {
         refused(server.connect(), request.as_bytes());
     }
     // Nothing was done for strangers.
-    let mut client = server.connect();
-    client.check("auth", "_", TOKEN, "ok");
+    let mut client = server.login(TOKEN);
     client.check("inspect", "k", "", "nil");
     client.lock("k", "0 600");
 }
@@ -75,8 +73,7 @@ fn silence_is_refused_after_the_read_timeout() {
         assert!(begun.elapsed() >= millis(1090), "{start:?} {:?}", begun.elapsed());
     }
     // The limit ends with the authentication.
-    let mut client = server.connect();
-    client.check("auth", "_", TOKEN, "ok");
+    let mut client = server.login(TOKEN);
     client.expect_silence(millis(1300));
     client.check("ping", "_", "_", "ok");
 }
@@ -89,12 +86,10 @@ fn a_pause_holds_nobody_else_up() {
     for stranger in &mut strangers {
         stranger.begin("auth", "_", "wrong");
     }
-    let mut client = server.connect();
-    client.check("auth", "_", TOKEN, "ok");
+    let mut client = server.login(TOKEN);
     client.lock("k", "0");
     for stranger in &mut strangers {
-        assert_eq!(stranger.line(), "error_auth");
-        stranger.expect_end();
+        stranger.expect_last("error_auth");
     }
 }
 
@@ -138,8 +133,7 @@ fn no_secret_is_ever_printed() {
         for wrong in [format!("x{auth}"), auth[1..].to_owned()] {
             server.connect().check("auth", "_", &wrong, "error_auth");
         }
-        let mut client = server.connect();
-        client.check("auth", "_", &auth, "ok");
+        let mut client = server.login(&auth);
         client.check("auth", "_", &auth, "error");
         let kept = client.ask("stable-ref", "me", "");
         assert_eq!(kept, "ok");
@@ -168,26 +162,22 @@ fn no_secret_is_ever_printed() {
         client.check("force-release", "canary-key", &arg(&format!("x{admin}")), "error_auth");
         client.expect_end();
 
-        let mut keeper = server.connect();
-        keeper.check("auth", "_", &auth, "ok");
+        let mut keeper = server.login(&auth);
         let answer = keeper.ask("hello", "me", "keep lost");
         let secret = answer.split("keep=").nth(1).unwrap().split(' ').next().unwrap();
         assert_eq!(secret.len(), 32, "{answer}");
         keeper.check("hello", "me", &format!("attach={secret}"), "error");
-        let mut attached = server.connect();
-        attached.check("auth", "_", &auth, "ok");
+        let mut attached = server.login(&auth);
         let answer = attached.ask("hello", "me", &format!("attach={secret}"));
         assert!(answer.starts_with("ok attach="), "{answer}");
-        let mut long = server.connect();
-        long.check("auth", "_", &auth, "ok");
+        let mut long = server.login(&auth);
         long.check("kset", "v", &odd.repeat(10_000), "error");
         long.expect_end();
         drop((keeper, attached));
 
         // The random part: the fence in front of it may be shown.
         canaries.extend([token[16..].to_owned(), held[16..].to_owned(), secret.to_owned()]);
-        server.signal("TERM");
-        assert_eq!(server.wait_for_end().code(), Some(0));
+        server.terminate();
         server.wait_for_output("shutting down");
         let output = server.output();
         // The search would find something: keys are logged, and the audit is.

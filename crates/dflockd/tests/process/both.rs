@@ -16,11 +16,10 @@ pub(super) struct TlsServer {
 impl TlsServer {
     pub(super) fn start(args: &[&str]) -> Self {
         let (dir, pair) = (Dir::new(), Pair::new());
-        let flags = pair.flags(&dir);
-        let mut all: Vec<&str> = flags.iter().map(String::as_str).collect();
-        all.extend_from_slice(args);
+        let [cert, key] = pair.flags(&dir);
+        let server = Server::start(&[&[&*cert, &key], args].concat());
         let config = pair.client();
-        Self { server: Server::start(&all), pair, dir, config }
+        Self { server, pair, dir, config }
     }
 
     pub(super) fn connect(&self) -> Client {

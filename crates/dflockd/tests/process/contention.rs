@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-use dflockd_testkit::{Client, Server, fence, granted};
+use dflockd_testkit::{Client, Server, fence, granted, together};
 
 use super::both::Either;
 
@@ -35,22 +35,15 @@ impl Guarded {
 /// GUARANTEES 1, 3 and 6.
 fn excludes(server: &Either) {
     const ROUNDS: usize = 15;
-    let guarded = Arc::new(Guarded::default());
-    let threads: Vec<_> = (0..CLIENTS)
-        .map(|_| {
-            let (guarded, mut client) = (Arc::clone(&guarded), server.connect());
-            thread::spawn(move || {
-                for _ in 0..ROUNDS {
-                    let token = client.lock("k", "60 600");
-                    guarded.enter(&token);
-                    client.check("r", "k", &token, "ok");
-                }
-            })
-        })
-        .collect();
-    for thread in threads {
-        thread.join().unwrap();
-    }
+    let guarded = Guarded::default();
+    together(CLIENTS, |_| {
+        let mut client = server.connect();
+        for _ in 0..ROUNDS {
+            let token = client.lock("k", "60 600");
+            guarded.enter(&token);
+            client.check("r", "k", &token, "ok");
+        }
+    });
     guarded.check(CLIENTS * ROUNDS);
 }
 
@@ -111,28 +104,20 @@ fn one_at_a_time_and_in_order() {
 fn no_more_than_the_limit() {
     const LIMIT: usize = 3;
     let [server, _] = Either::both(&[]);
-    let inside = Arc::new((AtomicUsize::new(0), AtomicUsize::new(0)));
-    let threads: Vec<_> = (0..CLIENTS)
-        .map(|_| {
-            let (inside, mut client) = (Arc::clone(&inside), server.connect());
-            thread::spawn(move || {
-                for _ in 0..10 {
-                    let token = granted(&client.ask("sl", "s", "60 3 600"));
-                    let now = inside.0.fetch_add(1, Ordering::SeqCst) + 1;
-                    inside.1.fetch_max(now, Ordering::SeqCst);
-                    assert!(now <= LIMIT, "{now} holders");
-                    thread::yield_now();
-                    inside.0.fetch_sub(1, Ordering::SeqCst);
-                    client.check("sr", "s", &token, "ok");
-                }
-            })
-        })
-        .collect();
-    for thread in threads {
-        thread.join().unwrap();
-    }
-    let most = inside.1.load(Ordering::SeqCst);
-    assert!(most > 1, "never two at once");
+    let (inside, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    together(CLIENTS, |_| {
+        let mut client = server.connect();
+        for _ in 0..10 {
+            let token = granted(&client.ask("sl", "s", "60 3 600"));
+            let now = inside.fetch_add(1, Ordering::SeqCst) + 1;
+            most.fetch_max(now, Ordering::SeqCst);
+            assert!(now <= LIMIT, "{now} holders");
+            thread::yield_now();
+            inside.fetch_sub(1, Ordering::SeqCst);
+            client.check("sr", "s", &token, "ok");
+        }
+    });
+    assert!(most.into_inner() > 1, "never two at once");
 }
 
 /// GUARANTEES 6, where a lost wake-up is most likely: the answer is ready while the server still
@@ -140,25 +125,17 @@ fn no_more_than_the_limit() {
 #[test]
 fn no_wakeup_is_lost() {
     const ROUNDS: usize = 2500;
-    let server = Arc::new(Server::start::<&str>(&[]));
-    let threads: Vec<_> = (0..8)
-        .map(|number| {
-            let mut client = server.connect();
-            thread::spawn(move || {
-                // Two share a key and hand it to each other; two only ask for texts.
-                let key = format!("k{}", number / 2);
-                for _ in 0..ROUNDS {
-                    if number < 6 {
-                        let token = client.lock(&key, "600 600");
-                        client.check("r", &key, &token, "ok");
-                    } else {
-                        client.stats();
-                    }
-                }
-            })
-        })
-        .collect();
-    for thread in threads {
-        thread.join().unwrap();
-    }
+    let server = Server::start::<&str>(&[]);
+    together(8, |number| {
+        let mut client = server.connect();
+        // Two share a key and hand it to each other; two only ask for texts.
+        let key = format!("k{}", number / 2);
+        for _ in 0..ROUNDS {
+            if number < 6 {
+                client.lock_and_release(&key, "600 600");
+            } else {
+                client.stats();
+            }
+        }
+    });
 }

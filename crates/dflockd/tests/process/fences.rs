@@ -52,7 +52,7 @@ fn fences_grow_over_kills(file: &str, floor: u64) {
                 thread::spawn(move || grant_until_death(client, &key, &told, &count))
             })
             .collect();
-        eventually("grants", || (count.load(Ordering::Relaxed) > 100 + restart).then_some(()));
+        eventually("grants", || count.load(Ordering::Relaxed) > 100 + restart);
         server.kill();
         for thread in threads {
             thread.join().unwrap();
@@ -112,9 +112,7 @@ fn the_end_of_all_fences_is_an_error_not_a_new_beginning() {
 #[track_caller]
 fn refused(file: &str, reason: &str) {
     let output = run(command(&["--port", "0", "--fence-state-file", file]));
-    let text = &output.err;
-    assert_eq!(output.code, 1, "{text}");
-    assert!(text.contains(file) && text.contains(reason), "{reason:?} is not in {text}");
+    output.expect(1).complains(&[file, reason]);
 }
 
 #[test]
@@ -169,9 +167,9 @@ fn nothing_is_granted_before_the_startup_delay_is_over() {
     let server = Server::start(&["--startup-grant-delay", "2"]);
     let [mut first, mut second, mut witness] = std::array::from_fn(|_| server.connect());
     first.begin("l", "k", "60 600");
-    eventually("one waits", || (witness.waiters("k") == 1).then_some(()));
+    eventually("one waits", || witness.waiters("k") == 1);
     second.begin("l", "k", "60 600");
-    eventually("two wait", || (witness.waiters("k") == 2).then_some(()));
+    eventually("two wait", || witness.waiters("k") == 2);
     // Time limits apply and everything else works.
     let mut hasty = server.connect();
     hasty.check("l", "other", "0", "timeout");

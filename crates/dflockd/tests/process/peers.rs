@@ -115,7 +115,7 @@ fn a_barrier_breaks_when_one_leaves() {
     let [mut dead, mut other, mut witness] = std::array::from_fn(|_| server.connect());
     dead.begin("bwait", "b", "3 60");
     other.begin("bwait", "b", "3 60");
-    eventually("two wait", || (witness.stats()["barriers"][0]["participants"] == 2).then_some(()));
+    eventually("two wait", || witness.stats()["barriers"][0]["participants"] == 2);
     let begun = Instant::now();
     dead.reset();
     assert_eq!(other.line(), "timeout");
@@ -169,7 +169,7 @@ fn without_auto_release_only_the_waiters_go() {
     drop(holder);
     drop(waiter);
     witness.wait_for_waiters("k", 0);
-    eventually("both are gone", || (witness.stats()["connections"] == 1).then_some(()));
+    eventually("both are gone", || witness.stats()["connections"] == 1);
     witness.check("l", "k", "0", "timeout");
     witness.check("r", "k", &token, "ok");
     witness.lock("k", "0");

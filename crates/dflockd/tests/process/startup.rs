@@ -9,15 +9,10 @@ use dflockd_testkit::{Dir, Server, command, run};
 fn refused(args: &[&str], env: &[(&str, &str)], parts: &[&str]) {
     let mut start = command(args);
     start.envs(env.iter().copied());
-    let output = run(start);
-    let text = &output.err;
-    assert_eq!(output.code, 1, "{args:?} {env:?} {text}");
-    assert!(text.starts_with("configuration error: "), "{args:?} {env:?} {text}");
-    assert_eq!(text.lines().count(), 1, "{text}");
-    assert!(output.out.is_empty(), "{:?}", output.out);
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text}");
-    }
+    let output = run(start).expect(1).complains(parts);
+    assert!(output.err.starts_with("configuration error: "), "{output:?}");
+    assert_eq!(output.err.lines().count(), 1, "{output:?}");
+    assert!(output.out.is_empty(), "{output:?}");
 }
 
 #[test]
@@ -49,9 +44,7 @@ fn bad_values_of_flags() {
         ("--log-format", "xml"),
     ] {
         let got = [format!("(got {value})"), format!("(got \"{value}\")")];
-        let output = run(command(&[flag, value]));
-        let text = &output.err;
-        assert_eq!(output.code, 1, "{flag} {value} {text}");
+        let text = run(command(&[flag, value])).expect(1).err;
         assert!(text.starts_with(&format!("configuration error: {flag} must be ")), "{text}");
         assert!(got.iter().any(|got| text.contains(got)), "{text}");
     }
@@ -143,9 +136,8 @@ fn help_and_version() {
         (&["--version"], env!("CARGO_PKG_VERSION")),
         (&["-version", "--port=x"], env!("CARGO_PKG_VERSION")),
     ] {
-        let output = run(command(args));
+        let output = run(command(args)).expect(0);
         let stdout = output.out;
-        assert_eq!(output.code, 0, "{args:?}");
         assert!(stdout.contains(text), "{stdout}");
         assert!(output.err.is_empty(), "{args:?}");
         if text == env!("CARGO_PKG_VERSION") {
@@ -159,10 +151,7 @@ fn a_port_in_use() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let port = taken.local_addr().unwrap().port().to_string();
-    let output = run(command(&["--port", &port]));
-    let text = &output.err;
-    assert_eq!(output.code, 1, "{text}");
-    assert!(text.contains(&address), "{text}");
+    run(command(&["--port", &port])).expect(1).complains(&[&address]);
 }
 
 #[test]
@@ -170,12 +159,9 @@ fn an_open_address_is_warned_about() {
     let server = Server::start(&["--host", "0.0.0.0"]);
     let output = server.output();
     let warnings: Vec<_> = output.lines().filter(|line| line.contains("level=WARN")).collect();
-    assert!(
-        warnings.iter().any(|line| {
-            ["--max-connections-per-ip", "--max-waiters"].iter().all(|limit| line.contains(limit))
-        }),
-        "{output}"
-    );
+    let limits = ["--max-connections-per-ip", "--max-waiters"];
+    let names_all = |line: &&str| limits.iter().all(|limit| line.contains(limit));
+    assert!(warnings.iter().any(names_all), "{output}");
     assert!(warnings.iter().any(|line| line.contains("auth token")), "{output}");
 
     let server = Server::start(&[

@@ -6,7 +6,9 @@ use std::thread;
 use std::time::Instant;
 
 use dflockd_testkit::certificates::trusting;
-use dflockd_testkit::{Client, Dir, LIMIT, Pair, Server, command, eventually, millis, run};
+use dflockd_testkit::{
+    Client, Dir, LIMIT, Pair, Server, command, eventually, millis, run, together,
+};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::{ProtocolVersion, version};
 
@@ -60,7 +62,6 @@ fn plain_text_is_refused() {
     let TlsServer { server, config, dir: _dir, .. } = TlsServer::start(&[]);
     for text in ["ping\n_\n_\n", "l\nk\n0 600\n", "\n\n\n", "GET / HTTP/1.0\r\n\r\n"] {
         let mut socket = server.socket();
-        socket.set_read_timeout(Some(LIMIT)).unwrap();
         socket.write_all(text.as_bytes()).unwrap();
         let mut answer = Vec::new();
         // The end or a reset; perhaps a TLS alert before.
@@ -82,25 +83,16 @@ fn a_stalled_handshake_is_cut() {
         client.write_tls(&mut bytes).unwrap();
         bytes
     };
-    let stalled: Vec<_> = [0, 1, 3, hello.len() / 2, hello.len()]
-        .map(|count| {
-            let begun = Instant::now();
-            let mut socket = tls.server.socket();
-            socket.set_read_timeout(Some(LIMIT)).unwrap();
-            socket.write_all(&hello[..count]).unwrap();
-            thread::spawn(move || {
-                let mut bytes = Vec::new();
-                let end = socket.read_to_end(&mut bytes);
-                (begun.elapsed(), end.is_ok_and(|count| count == 0), count)
-            })
-        })
-        .into_iter()
-        .collect();
-    for stalled in stalled {
-        let (time, _, count) = stalled.join().unwrap();
+    let lengths = [0, 1, 3, hello.len() / 2, hello.len()];
+    together(lengths.len(), |number| {
+        let (count, begun) = (lengths[number], Instant::now());
+        let mut socket = tls.server.socket();
+        socket.write_all(&hello[..count]).unwrap();
+        let _ = socket.read_to_end(&mut Vec::new());
+        let time = begun.elapsed();
         assert!(time >= millis(1000), "cut after {time:?} with {count} bytes");
         assert!(time < LIMIT, "not cut with {count} bytes");
-    }
+    });
 
     // A byte now and then does not help.
     let begun = Instant::now();
@@ -114,14 +106,8 @@ fn a_stalled_handshake_is_cut() {
     assert!(sent < hello.len());
 
     // All seats are free again.
-    let mut clients: Vec<_> = (0..5)
-        .map(|_| {
-            eventually("a seat", || {
-                Client::over_tls(tls.server.socket(), Arc::clone(&tls.config)).ok()
-            })
-            .0
-        })
-        .collect();
+    let seat = || Client::over_tls(tls.server.socket(), Arc::clone(&tls.config)).ok();
+    let mut clients: Vec<_> = (0..5).map(|_| eventually("a seat", seat).0).collect();
     // And a connection that is through with the handshake is not cut.
     clients[0].expect_silence(millis(1200));
     for client in &mut clients {
@@ -132,12 +118,7 @@ fn a_stalled_handshake_is_cut() {
 /// That the server does not start and says why.
 #[track_caller]
 fn refused(args: &[String], parts: &[&str]) {
-    let output = run(command(args));
-    let text = &output.err;
-    assert_eq!(output.code, 1, "{args:?} {text}");
-    for part in parts {
-        assert!(text.contains(part), "{part:?} is not in {text}");
-    }
+    run(command(args)).expect(1).complains(parts);
 }
 
 #[test]
@@ -200,6 +181,6 @@ fn many_connections() {
     drop(clients);
     eventually("all are gone", || {
         let stats = witness.stats();
-        (stats["connections"] == 1 && stats["locks"].as_array().unwrap().is_empty()).then_some(())
+        stats["connections"] == 1 && stats["locks"].as_array().unwrap().is_empty()
     });
 }

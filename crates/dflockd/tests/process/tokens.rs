@@ -1,14 +1,12 @@
 //! Tokens that change, end and are guessed.
 
-use std::time::Duration;
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
-use std::time::Instant;
-
+use dflockd_testkit::ports::connect_from;
 use dflockd_testkit::{
     Client, Dir, Heard, LIMIT, Server, command, eventually, granted, millis, run,
 };
-use socket2::{Domain, Socket, Type};
 
 use super::both::TlsServer;
 
@@ -39,15 +37,13 @@ impl Guarded {
         // Before it leads it may also end a connection: its session belongs to no run of the node.
         eventually("it leads", || {
             let heard = guarded.login(OLD).try_ask("l", "ready", "0", Duration::from_secs(10));
-            heard.line().is_some_and(|line| line.starts_with("ok")).then_some(())
+            heard.line().is_some_and(|line| line.starts_with("ok"))
         });
         guarded
     }
 
     fn login(&self, token: &str) -> Client {
-        let mut client = self.server.connect();
-        client.check("auth", "_", token, "ok");
-        client
+        self.server.login(token)
     }
 
     /// Replaces the tokens, and waits until the server has read them.
@@ -56,15 +52,14 @@ impl Guarded {
         let before = reloads();
         self.dir.write("token", tokens);
         self.server.signal("HUP");
-        eventually("the reload", || (reloads() > before).then_some(()));
+        eventually("the reload", || reloads() > before);
     }
 }
 
 /// That a connection is told why it ends, and ends.
 #[track_caller]
 fn ended(mut client: Client, last: &str) {
-    assert_eq!(client.line(), last);
-    client.expect_end();
+    client.expect_last(last);
 }
 
 /// GUARANTEES 51: two tokens are good, and what came with one that is dropped ends at once.
@@ -186,13 +181,9 @@ fn over_tls_too() {
     ended(before, "error_auth");
 }
 
-/// A connection from another address of the loopback interface.
+/// A client at another address of the loopback interface.
 fn from(last: u8, to: SocketAddr) -> Client {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
-    let own = SocketAddr::from((IpAddr::from(Ipv4Addr::new(127, 0, 0, last)), 0));
-    socket.bind(&own.into()).unwrap();
-    socket.connect(&to.into()).unwrap();
-    Client::over(TcpStream::from(socket))
+    Client::over(connect_from(last, to))
 }
 
 /// GUARANTEES 48: wrong tokens are limited per address; the right one waits too, others and those who are in do not.
@@ -208,8 +199,7 @@ fn guessing_is_limited() {
         guess.begin("auth", "_", "wrong");
     }
     for mut guess in guesses {
-        assert_eq!(guess.line(), "error_auth");
-        guess.expect_end();
+        guess.expect_last("error_auth");
     }
     server.connect().check("auth", "_", OLD, "error_auth");
     let compared = server.output().matches("msg=\"authentication failed\"").count();
@@ -218,9 +208,7 @@ fn guessing_is_limited() {
     before.check("ping", "_", "_", "ok");
     from(2, server.address).check("auth", "_", OLD, "ok");
     // Not for ever.
-    eventually("the right token is good again", || {
-        (server.connect().ask("auth", "_", OLD) == "ok").then_some(())
-    });
+    eventually("the right token is good again", || server.connect().ask("auth", "_", OLD) == "ok");
 }
 
 /// GUARANTEES 48: the same for the admin token, whoever has the one of clients.
@@ -235,7 +223,7 @@ fn guessing_the_admin_token_is_limited() {
     assert!(compared < 12, "{compared}");
     eventually("the right token is good again", || {
         let answer = server.connect().ask("end-session", "1", &format!("{NEW} because"));
-        (answer != "error_auth").then_some(())
+        answer != "error_auth"
     });
 }
 
@@ -255,8 +243,7 @@ fn a_stranger_gets_little_room() {
     let mut stranger = server.connect();
     let begun = Instant::now();
     stranger.send(format!("auth\n_\n{}", "x".repeat(5000)));
-    assert_eq!(stranger.line(), "error_auth");
-    stranger.expect_end();
+    stranger.expect_last("error_auth");
     // The read timeout is 23 s.
     assert!(begun.elapsed() < millis(10_000), "{:?}", begun.elapsed());
     // The longest token that there can be is still good.
@@ -292,19 +279,14 @@ fn weak_tokens_are_warned_about() {
     // Written with the usual mode, 0644.
     server.wait_for_output("can be read by other users");
 
+    let same = command(&["--require-auth", "--auth-token", OLD, "--admin-token", OLD]);
     let mut empty = command(&["--port", "0"]);
     empty.env("DFLOCKD_AUTH_TOKEN", "");
     for (refused, why) in [
         (command(&["--require-auth", "--auth-token", "x"]), "fewer than 16 bytes"),
-        (
-            command(&["--require-auth", "--auth-token", OLD, "--admin-token", OLD]),
-            "have the same token",
-        ),
+        (same, "have the same token"),
         (empty, "DFLOCKD_AUTH_TOKEN is set but empty: unset it"),
     ] {
-        let output = run(refused);
-        assert_eq!(output.code, 1);
-        let text = output.err;
-        assert!(text.contains(why), "{text}");
+        run(refused).expect(1).complains(&[why]);
     }
 }

@@ -27,31 +27,16 @@ const FOLLOWER_AT_ONCE: usize = 5;
 
 macro_rules! scripts {
     ($($name:ident)*) => {
-        mod in_process {
+        scripts! { in_process InProcess: $($name)* }
+        scripts! { tcp Tcp: $($name)* }
+        scripts! { durable Durable: $($name)* }
+        scripts! { follower Follower: $($name)* }
+    };
+    ($module:ident $way:ident: $($name:ident)*) => {
+        mod $module {
             $(#[test]
             fn $name() {
-                crate::play(stringify!($name), crate::Way::InProcess);
-            })*
-        }
-
-        mod tcp {
-            $(#[test]
-            fn $name() {
-                crate::play(stringify!($name), crate::Way::Tcp);
-            })*
-        }
-
-        mod durable {
-            $(#[test]
-            fn $name() {
-                crate::play(stringify!($name), crate::Way::Durable);
-            })*
-        }
-
-        mod follower {
-            $(#[test]
-            fn $name() {
-                crate::play(stringify!($name), crate::Way::Follower);
+                crate::play(stringify!($name), crate::Way::$way);
             })*
         }
     };

@@ -114,7 +114,7 @@ pub(super) async fn moved_from(client: &Client, at: usize) {
 /// Waits until a count has grown by so much.
 pub(super) async fn eventually_more(what: &str, count: &AtomicI64, by: i64) {
     let least = count.load(Ordering::SeqCst) + by;
-    eventually(what, async || (count.load(Ordering::SeqCst) >= least).then_some(())).await;
+    eventually(what, async || count.load(Ordering::SeqCst) >= least).await;
 }
 
 /// Waits until nobody holds a key.

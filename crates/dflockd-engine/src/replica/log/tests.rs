@@ -128,6 +128,20 @@ impl CrashDisk {
         Self(Rc::new(RefCell::new(self.0.borrow().clone())))
     }
 
+    /// Another directory in which one file differs.
+    fn copy_with(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) -> Self {
+        let copy = self.copy();
+        copy.damage(name, change);
+        copy
+    }
+
+    /// Another directory in which files are missing.
+    fn copy_without(&self, names: impl IntoIterator<Item = String>) -> Self {
+        let copy = self.copy();
+        names.into_iter().for_each(|name| copy.delete(&name));
+        copy
+    }
+
     fn set(&self, change: impl FnOnce(&mut CrashDir)) {
         change(&mut self.0.borrow_mut());
     }
@@ -205,21 +219,19 @@ impl CrashDisk {
         dir.unsynced_names.push(change);
         if crashes { Err(io::Error::other("crashed")) } else { Ok(()) }
     }
+
+    fn check_descriptors(&self) -> io::Result<()> {
+        match self.0.borrow().starved {
+            true => Err(io::Error::from_raw_os_error(Errno::MFILE.raw_os_error())),
+            false => Ok(()),
+        }
+    }
 }
 
 impl CrashDir {
     fn sync_names(&mut self) {
         self.synced_names.clone_from(&self.names);
         self.unsynced_names.clear();
-    }
-}
-
-impl CrashDisk {
-    fn check_descriptors(&self) -> io::Result<()> {
-        match self.0.borrow().starved {
-            true => Err(io::Error::from_raw_os_error(Errno::MFILE.raw_os_error())),
-            false => Ok(()),
-        }
     }
 }
 
@@ -340,9 +352,19 @@ fn entry(index: u64, term: u64, data: &[u8]) -> Entry {
     Entry { index, term, data: Bytes::copy_from_slice(data), ..Entry::default() }
 }
 
+fn of_type(kind: EntryType, context: &'static [u8], entry: Entry) -> Entry {
+    let mut entry = Entry { context: Bytes::from_static(context), ..entry };
+    entry.set_entry_type(kind);
+    entry
+}
+
+fn batch_of(entries: Vec<Entry>) -> LogBatch {
+    LogBatch { entries, ..LogBatch::default() }
+}
+
 fn entries(indexes: std::ops::RangeInclusive<u64>, term: u64, bytes: usize) -> LogBatch {
     let entry = |index: u64| entry(index, term, &vec![u8::try_from(index % 256).unwrap(); bytes]);
-    LogBatch { entries: indexes.map(entry).collect(), ..LogBatch::default() }
+    batch_of(indexes.map(entry).collect())
 }
 
 fn note(key: &str, value: &str) -> LogBatch {
@@ -363,18 +385,40 @@ fn open(disk: &CrashDisk) -> (LogStore<CrashDisk>, Recovered) {
     LogStore::open(disk.clone(), small()).unwrap()
 }
 
+/// A disk and the log that was begun on it.
+fn begun() -> (CrashDisk, LogStore<CrashDisk>) {
+    let disk = CrashDisk::new(1);
+    let (log, _) = open(&disk);
+    (disk, log)
+}
+
 /// Opens a copy. So the same disk can be opened many times.
 fn recover(disk: &CrashDisk) -> Result<Recovered, OpenError> {
     LogStore::open(disk.copy(), small()).map(|(_, recovered)| recovered)
 }
 
-fn write_synced(log: &mut LogStore<CrashDisk>, batch: &LogBatch) {
+fn write_synced(log: &mut LogStore<impl Disk>, batch: &LogBatch) {
     log.write(batch).unwrap();
     log.sync().unwrap();
 }
 
+/// Each entry by itself.
+fn write_each(
+    log: &mut LogStore<impl Disk>,
+    indexes: std::ops::RangeInclusive<u64>,
+    term: u64,
+    bytes: usize,
+) {
+    indexes.for_each(|index| write_synced(log, &entries(index..=index, term, bytes)));
+}
+
 fn indexes(recovered: &Recovered) -> Vec<u64> {
     recovered.entries.iter().map(|entry| entry.index).collect()
+}
+
+/// The entries that a start finds.
+fn found(disk: &CrashDisk) -> Vec<u64> {
+    indexes(&recover(disk).unwrap())
 }
 
 /// Everything that must not differ.
@@ -657,12 +701,11 @@ fn random_entry(random: &mut Random, index: u64, term: u64) -> Entry {
     };
     let zeros = random.chance(1, 4);
     let data = (0..bytes).map(|_| if zeros { 0 } else { random.next().to_le_bytes()[0] });
-    let mut entry = Entry { index, term, data: data.collect(), ..Entry::default() };
-    if random.chance(1, 8) {
-        entry.set_entry_type(EntryType::EntryConfChangeV2);
-        entry.context = Bytes::from_static(b"why");
+    let entry = Entry { index, term, data: data.collect(), ..Entry::default() };
+    match random.chance(1, 8) {
+        true => of_type(EntryType::EntryConfChangeV2, b"why", entry),
+        false => entry,
     }
-    entry
 }
 
 #[test]
@@ -693,22 +736,16 @@ fn a_block_is_there_as_a_whole_or_cut() {
     write_synced(&mut log, &entries(1..=1, 1, 10));
     let before = content(&recover(&disk).unwrap());
     // Zeros in the data are no missing sectors.
-    let zeros = LogBatch { entries: vec![entry(2, 1, &[0; 1300])], ..LogBatch::default() };
-    write_synced(&mut log, &zeros);
+    write_synced(&mut log, &batch_of(vec![entry(2, 1, &[0; 1300])]));
     let after = content(&recover(&disk).unwrap());
     let whole = disk.content(&first_segment());
     let (start, sectors) = (2 * SECTOR_BYTES, 3);
-    let present = |kept: u32| {
-        let copy = disk.copy();
-        copy.damage(&first_segment(), |bytes| {
+    for kept in 0..1 << sectors {
+        let copy = disk.copy_with(&first_segment(), |bytes| {
             for sector in (0..sectors).filter(|sector| kept & (1 << sector) == 0) {
                 bytes[start + sector * SECTOR_BYTES..][..SECTOR_BYTES].fill(0);
             }
         });
-        copy
-    };
-    for kept in 0..1 << sectors {
-        let copy = present(kept);
         let recovered = recover(&copy).unwrap();
         let complete = kept == (1 << sectors) - 1;
         assert_eq!(recovered.cut, !complete && kept != 0, "{kept:b}");
@@ -717,21 +754,18 @@ fn a_block_is_there_as_a_whole_or_cut() {
         // The place of the cut is used again.
         let (mut log, _) = open(&copy);
         write_synced(&mut log, &entries(recovered.entries.len() as u64 + 1..=9, 2, 300));
-        assert_eq!(indexes(&recover(&copy).unwrap()), (1..=9).collect::<Vec<_>>());
+        assert_eq!(found(&copy), (1..=9).collect::<Vec<_>>());
     }
     // A sector that ends early is missing as well, but one whose beginning is wrong is not.
     for kept in 0..SECTOR_BYTES {
-        let copy = disk.copy();
         let at = start + SECTOR_BYTES;
-        copy.damage(&first_segment(), |bytes| bytes[at + kept..][..SECTOR_BYTES - kept].fill(0));
-        let recovered = recover(&copy).unwrap();
+        let end = |bytes: &mut Vec<u8>| bytes[at + kept..][..SECTOR_BYTES - kept].fill(0);
+        let recovered = recover(&disk.copy_with(&first_segment(), end)).unwrap();
         // All that counts is there if only the mark is missing.
         let complete = kept >= SECTOR_BYTES - 1;
         assert_eq!(&content(&recovered), if complete { &after } else { &before }, "{kept}");
 
-        let copy = disk.copy();
-        copy.damage(&first_segment(), |bytes| bytes[at..][..kept].fill(0));
-        match recover(&copy) {
+        match recover(&disk.copy_with(&first_segment(), |bytes| bytes[at..][..kept].fill(0))) {
             Ok(recovered) => assert_eq!(content(&recovered), after, "{kept}"),
             Err(error) => assert!(error.to_string().contains("checksum"), "{error}"),
         }
@@ -754,17 +788,20 @@ fn what_a_dead_process_left_unsynced_is_synced_at_the_next_start() {
         let (_, recovered) = open(&disk);
         assert_eq!(indexes(&recovered), [1, 2, 3]);
         disk.lose_power();
-        assert_eq!(indexes(&recover(&disk).unwrap()), [1, 2, 3], "seed {seed}");
+        assert_eq!(found(&disk), [1, 2, 3], "seed {seed}");
     }
+}
+
+/// One block, of which a sector is missing.
+fn torn_log() -> CrashDisk {
+    let (disk, mut log) = begun();
+    write_synced(&mut log, &entries(1..=2, 1, 600));
+    disk.copy_with(&first_segment(), |bytes| bytes[2 * SECTOR_BYTES..3 * SECTOR_BYTES].fill(0))
 }
 
 #[test]
 fn a_cut_is_reported_until_something_is_made_of_it() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
-    write_synced(&mut log, &entries(1..=2, 1, 600));
-    drop(log);
-    disk.damage(&first_segment(), |bytes| bytes[2 * SECTOR_BYTES..3 * SECTOR_BYTES].fill(0));
+    let disk = torn_log();
     for _ in 0..3 {
         let (mut log, recovered) = open(&disk);
         assert!(recovered.cut);
@@ -786,11 +823,7 @@ fn a_cut_is_reported_until_something_is_made_of_it() {
 
 #[test]
 fn a_crash_while_cutting_does_not_hide_the_cut() {
-    let torn = CrashDisk::new(1);
-    let (mut log, _) = open(&torn);
-    write_synced(&mut log, &entries(1..=2, 1, 600));
-    drop(log);
-    torn.damage(&first_segment(), |bytes| bytes[2 * SECTOR_BYTES..3 * SECTOR_BYTES].fill(0));
+    let torn = torn_log();
     for seed in 0..200 {
         let disk = torn.copy();
         let crash_at = disk.0.borrow().operations + 1 + seed % 10;
@@ -806,8 +839,7 @@ fn a_crash_while_cutting_does_not_hide_the_cut() {
 fn a_crash_between_storing_and_installing_installs() {
     // Behind the end of the log, and at an entry of another term.
     for (index, term) in [(9, 1), (3, 2)] {
-        let disk = CrashDisk::new(1);
-        let (mut log, _) = open(&disk);
+        let (disk, mut log) = begun();
         let mut batch = entries(1..=5, 1, 100);
         batch.hard_state = Some(format::hard_state(1, 2, 2));
         write_synced(&mut log, &batch);
@@ -819,22 +851,20 @@ fn a_crash_between_storing_and_installing_installs() {
         assert_eq!(recovered.hard_state, format::hard_state(term, vote, index));
         assert_eq!(log.write(&entries(1..=1, 1, 1)).unwrap_err().kind(), ErrorKind::InvalidInput);
         write_synced(&mut log, &entries(index + 1..=index + 2, 2, 10));
-        assert_eq!(indexes(&recover(&disk).unwrap()), [index + 1, index + 2]);
+        assert_eq!(found(&disk), [index + 1, index + 2]);
     }
     // Where the log leads to it, all stays.
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     write_synced(&mut log, &entries(1..=5, 1, 100));
     write_snapshot(&mut disk.clone(), &metadata(5, 1), b"state").unwrap();
-    assert_eq!(indexes(&recover(&disk).unwrap()), [1, 2, 3, 4, 5]);
+    assert_eq!(found(&disk), [1, 2, 3, 4, 5]);
 }
 
 // Damage
 
 /// Several segments, a snapshot in the middle, and a last block of several sectors; all synced.
 fn long_log() -> CrashDisk {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     for index in 1..=12 {
         let mut batch = entries(index..=index, 1, 300);
         batch.hard_state = Some(format::hard_state(1, 1, index - 1));
@@ -842,8 +872,7 @@ fn long_log() -> CrashDisk {
         write_synced(&mut log, &batch);
     }
     log.store_snapshot(&metadata(5, 1), b"the state after five entries").unwrap();
-    let zeros = LogBatch { entries: vec![entry(13, 1, &[0; 1300])], ..LogBatch::default() };
-    write_synced(&mut log, &zeros);
+    write_synced(&mut log, &batch_of(vec![entry(13, 1, &[0; 1300])]));
     assert!(log.closed.len() >= 3, "{:?}", log.closed);
     disk
 }
@@ -873,8 +902,7 @@ fn no_flipped_byte_is_ever_overlooked() {
         let end = segment_of(name).map_or(bytes, |_| end_of_blocks(&disk, name));
         for at in 0..bytes {
             let flip = [0x01, 0x80, 0xff][at % 3];
-            let copy = disk.copy();
-            copy.damage(name, |bytes| bytes[at] ^= flip);
+            let copy = disk.copy_with(name, |bytes| bytes[at] ^= flip);
             let before = (copy.names(), copy.content(name));
             match LogStore::open(copy.clone(), small()) {
                 Ok((_, recovered)) => {
@@ -910,11 +938,9 @@ fn damage_of_any_log_is_refused_or_harmless() {
         let names: Vec<_> = trial.disk.names().into_iter().filter(|name| name != RESERVE).collect();
         for _ in 0..20 {
             let name = &names[trial.random.below(names.len())];
-            let disk = trial.disk.copy();
-            let at = trial.random.below(disk.content(name).len());
+            let at = trial.random.below(trial.disk.content(name).len());
             let flip = trial.random.within(1, 255).to_le_bytes()[0];
-            disk.damage(name, |bytes| bytes[at] ^= flip);
-            match open(&disk) {
+            match open(&trial.disk.copy_with(name, |bytes| bytes[at] ^= flip)) {
                 Ok((_, recovered)) => {
                     assert_eq!(content(&recovered), whole, "seed {seed}, {name} at {at}");
                     harmless += 1;
@@ -938,9 +964,8 @@ fn a_lost_sector_is_damage_but_at_the_very_end() {
     for name in &names {
         let end = end_of_blocks(&disk, name);
         for at in (0..disk.content(name).len()).step_by(SECTOR_BYTES) {
-            let copy = disk.copy();
-            copy.damage(name, |bytes| bytes[at..at + SECTOR_BYTES].fill(0));
-            match recover(&copy) {
+            let lost = |bytes: &mut Vec<u8>| bytes[at..at + SECTOR_BYTES].fill(0);
+            match recover(&disk.copy_with(name, lost)) {
                 Ok(recovered) if recovered.cut => {
                     assert!(name == last && at < end && at >= SECTOR_BYTES, "{name} at {at}");
                     assert_eq!(indexes(&recovered), (1..=12).collect::<Vec<_>>());
@@ -966,45 +991,36 @@ fn damage_is_told_with_place_and_remedy() {
     let disk = CrashDisk::new(1);
     let options = || LogOptions { segment_bytes: 1 << 16 };
     let (mut log, _) = LogStore::open(disk.clone(), options()).unwrap();
-    for index in 1..=3 {
-        write_synced(&mut log, &entries(index..=index, 1, 600));
-    }
+    write_each(&mut log, 1..=3, 1, 600);
     let sector = |n: usize| n * SECTOR_BYTES..(n + 1) * SECTOR_BYTES;
-    let damaged = |change: &dyn Fn(&mut Vec<u8>)| {
-        let copy = disk.copy();
-        copy.damage(&first_segment(), |bytes| change(bytes));
-        LogStore::open(copy, options()).map(|(_, recovered)| recovered)
+    let check = |at: u64, what: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let copy = disk.copy_with(&first_segment(), change);
+        let result = LogStore::open(copy, options()).map(|(_, recovered)| recovered);
+        check_damaged(result, &first_segment(), at, what);
     };
-    let name = first_segment();
     // Blocks of two sectors at 1, 3 and 5.
-    let result = damaged(&|bytes| bytes[sector(2)].fill(0));
-    check_damaged(result, &name, 512, "block 1 is not whole, although block 2 was begun behind it");
-    let result = damaged(&|bytes| bytes[sector(3).start..sector(4).end].fill(0));
-    check_damaged(result, &name, 1536, "block 2 is not whole, although block 3");
-    let result = damaged(&|bytes| bytes[sector(5)][100] ^= 4);
-    check_damaged(result, &name, 2560, "checksum fails");
+    let behind = "block 1 is not whole, although block 2 was begun behind it";
+    check(512, behind, &|bytes| bytes[sector(2)].fill(0));
+    check(1536, "block 2 is not whole, although block 3", &|bytes| {
+        bytes[sector(3).start..sector(4).end].fill(0);
+    });
+    check(2560, "checksum fails", &|bytes| bytes[sector(5)][100] ^= 4);
     // The last block: one sector missing, another one wrong.
-    let result = damaged(&|bytes| {
+    check(3072, "checksum fails", &|bytes| {
         bytes[sector(5)].fill(0);
         bytes[sector(6)][100] ^= 4;
     });
-    check_damaged(result, &name, 3072, "checksum fails");
     // An old sector where a new one should be.
-    let result = damaged(&|bytes| bytes.copy_within(sector(3), sector(5).start));
-    check_damaged(result, &name, 2560, "a sector of block 2 stands where block 3 belongs");
-    let result = damaged(&|bytes| bytes[0] = b'x');
-    check_damaged(result, &name, 0, "does not begin like a log segment");
-    let result = damaged(&|bytes| bytes[..100].fill(0));
-    check_damaged(result, &name, 0, "does not begin like a log segment");
-    let result = damaged(&|bytes| bytes[60] ^= 1);
-    check_damaged(result, &name, 0, "checksum of its header");
-    let result = damaged(&|bytes| bytes[12] ^= 1);
-    check_damaged(result, &name, 0, "impossible length");
+    let old = "a sector of block 2 stands where block 3 belongs";
+    check(2560, old, &|bytes| bytes.copy_within(sector(3), sector(5).start));
+    check(0, "does not begin like a log segment", &|bytes| bytes[0] = b'x');
+    check(0, "does not begin like a log segment", &|bytes| bytes[..100].fill(0));
+    check(0, "checksum of its header", &|bytes| bytes[60] ^= 1);
+    check(0, "impossible length", &|bytes| bytes[12] ^= 1);
     // Promise 35: a segment has its size before anything is in it, so no crash makes it shorter, and what was
     // acknowledged may have been in the part that is missing.
     for len in [0, 100, SECTOR_BYTES, 6 * SECTOR_BYTES + 99, 7 * SECTOR_BYTES, (1 << 16) - 1] {
-        let result = damaged(&|bytes| bytes.truncate(len));
-        check_damaged(result, &name, len as u64, "the file ends here");
+        check(len as u64, "the file ends here", &|bytes| bytes.truncate(len));
     }
 }
 
@@ -1013,9 +1029,7 @@ fn missing_and_mixed_up_files_are_damage() {
     let disk = long_log();
     let segments = disk.names().iter().filter(|name| segment_of(name).is_some()).count() as u64;
     for number in 1..=segments {
-        let copy = disk.copy();
-        copy.delete(&segment_name(number));
-        let result = recover(&copy);
+        let result = recover(&disk.copy_without([segment_name(number)]));
         match number {
             1 => {
                 // The snapshot covers what was there.
@@ -1026,10 +1040,7 @@ fn missing_and_mixed_up_files_are_damage() {
             _ => check_damaged(result, &segment_name(number), 0, "missing"),
         }
     }
-    let copy = disk.copy();
-    copy.delete(&segment_name(1));
-    copy.delete(&segment_name(2));
-    copy.delete(&segment_name(3));
+    let copy = disk.copy_without([1, 2, 3].map(segment_name));
     let text = recover(&copy).unwrap_err().to_string();
     assert!(text.contains("the log begins behind entry"), "{text}");
 
@@ -1038,26 +1049,19 @@ fn missing_and_mixed_up_files_are_damage() {
     check_damaged(recover(&copy), &segment_name(2), 16, "it is segment 3");
 
     // A segment of another log that looks like the right one.
-    let other = CrashDisk::new(1);
-    let (mut log, _) = open(&other);
-    for index in 1..=12 {
-        write_synced(&mut log, &entries(index..=index, 1, 305));
-    }
+    let (other, mut log) = begun();
+    write_each(&mut log, 1..=12, 1, 305);
     let copy = disk.copy();
     copy.put(&segment_name(2), &other.content(&segment_name(2)));
     assert!(recover(&copy).unwrap_err().to_string().contains(&segment_name(2)));
 
-    let copy = disk.copy();
-    for number in 1..=segments {
-        copy.delete(&segment_name(number));
-    }
+    let copy = disk.copy_without((1..=segments).map(segment_name));
     check_damaged(recover(&copy), &segment_name(1), 0, "there is no log");
 }
 
 #[test]
 fn the_last_segment_is_missed_even_if_a_crash_kept_it_from_being_announced() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     write_synced(&mut log, &entries(1..=1, 1, 900));
     // The header and its sync, the name and its sync; then the sector that closes the first segment.
     let crash_at = disk.0.borrow().operations + 5;
@@ -1065,21 +1069,12 @@ fn the_last_segment_is_missed_even_if_a_crash_kept_it_from_being_announced() {
     log.write(&entries(2..=2, 1, 900)).unwrap_err();
     disk.lose_power();
     disk.damage(&first_segment(), |bytes| bytes[3 * SECTOR_BYTES..].fill(0));
-    let without = |disk: &CrashDisk| {
-        let copy = disk.copy();
-        copy.delete(&segment_name(2));
-        recover(&copy)
-    };
     // Nothing was lost with it so far.
-    assert_eq!(indexes(&without(&disk).unwrap()), [1]);
+    assert_eq!(found(&disk.copy_without([segment_name(2)])), [1]);
     let (mut log, _) = open(&disk);
     write_synced(&mut log, &entries(2..=2, 1, 900));
-    check_damaged(
-        without(&disk),
-        &segment_name(2),
-        0,
-        "the file is missing, although it was begun",
-    );
+    let result = recover(&disk.copy_without([segment_name(2)]));
+    check_damaged(result, &segment_name(2), 0, "the file is missing, although it was begun");
 }
 
 #[test]
@@ -1093,9 +1088,7 @@ fn snapshots_are_verified_and_needed() {
     drop(log);
 
     // With the whole log it can be missing, but not damaged; also not if there is an older one.
-    let copy = disk.copy();
-    copy.delete(&name);
-    assert_eq!(indexes(&recover(&copy).unwrap()), (1..=13).collect::<Vec<_>>());
+    assert_eq!(found(&disk.copy_without([name.clone()])), (1..=13).collect::<Vec<_>>());
     cut.delete(&name);
     let base = recover(&cut).unwrap_err();
     assert!(base.to_string().contains("the newest one is at 0"), "{base}");
@@ -1176,9 +1169,7 @@ fn everything_is_found_again() {
     let disk = CrashDisk::new(1);
     let (mut log, recovered) = open(&disk);
     assert_eq!(content(&recovered), Content::default());
-    let mut conf_change = entry(2, 1, b"change");
-    conf_change.set_entry_type(EntryType::EntryConfChange);
-    conf_change.context = Bytes::from_static(b"context");
+    let conf_change = of_type(EntryType::EntryConfChange, b"context", entry(2, 1, b"change"));
     let batch = LogBatch {
         entries: vec![entry(1, 1, b""), conf_change.clone()],
         hard_state: Some(format::hard_state(1, 2, 1)),
@@ -1194,9 +1185,9 @@ fn everything_is_found_again() {
     assert_eq!(recovered.hard_state, format::hard_state(1, 2, 1));
     assert_eq!(recovered.notes, BTreeMap::from([(b"a".to_vec(), b"3".to_vec())]));
     // Replaced from the second on.
-    write_synced(&mut log, &LogBatch { entries: vec![entry(2, 2, b"x")], ..LogBatch::default() });
-    write_synced(&mut log, &LogBatch { entries: vec![entry(3, 2, b"y")], ..LogBatch::default() });
-    write_synced(&mut log, &LogBatch { entries: vec![entry(2, 3, b"z")], ..LogBatch::default() });
+    write_synced(&mut log, &batch_of(vec![entry(2, 2, b"x")]));
+    write_synced(&mut log, &batch_of(vec![entry(3, 2, b"y")]));
+    write_synced(&mut log, &batch_of(vec![entry(2, 3, b"z")]));
     assert_eq!(recover(&disk).unwrap().entries, [entry(1, 1, b""), entry(2, 3, b"z")]);
 }
 
@@ -1217,28 +1208,24 @@ fn one_sync_is_one_write_and_one_sync() {
 
 #[test]
 fn a_batch_larger_than_a_segment_is_kept_whole() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     for (first, bytes) in [(1, 5000), (4, 10), (7, 9000), (10, 100)] {
         write_synced(&mut log, &entries(first..=first + 2, 1, bytes));
     }
-    assert_eq!(indexes(&recover(&disk).unwrap()), (1..=12).collect::<Vec<_>>());
+    assert_eq!(found(&disk), (1..=12).collect::<Vec<_>>());
     disk.lose_power();
-    assert_eq!(indexes(&recover(&disk).unwrap()), (1..=12).collect::<Vec<_>>());
+    assert_eq!(found(&disk), (1..=12).collect::<Vec<_>>());
 }
 
 #[test]
 fn notes_survive_the_segments_they_were_written_in() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     let mut batch = note("id", "n1");
     batch.hard_state = Some(format::hard_state(4, 3, 0));
     // More than a segment: its header makes it grow.
     batch.notes.push((b"long".to_vec(), vec![1; 5000]));
     write_synced(&mut log, &batch);
-    for index in 1..=20 {
-        write_synced(&mut log, &entries(index..=index, 4, 300));
-    }
+    write_each(&mut log, 1..=20, 4, 300);
     log.store_snapshot(&metadata(18, 4), b"state").unwrap();
     log.cut_before(19).unwrap();
     assert!(!disk.names().contains(&first_segment()));
@@ -1256,11 +1243,8 @@ fn notes_survive_the_segments_they_were_written_in() {
 
 #[test]
 fn nothing_is_cut_that_the_snapshot_does_not_cover() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
-    for index in 1..=20 {
-        write_synced(&mut log, &entries(index..=index, 1, 300));
-    }
+    let (disk, mut log) = begun();
+    write_each(&mut log, 1..=20, 1, 300);
     let all = disk.names();
     log.cut_before(21).unwrap();
     assert_eq!(disk.names(), all);
@@ -1276,8 +1260,7 @@ fn nothing_is_cut_that_the_snapshot_does_not_cover() {
 
 #[test]
 fn entries_that_replaced_others_in_a_removed_segment() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     write_synced(&mut log, &entries(1..=3, 1, 300));
     assert!(log.closed.is_empty());
     // Into the next segment, over what the first one has.
@@ -1293,11 +1276,8 @@ fn entries_that_replaced_others_in_a_removed_segment() {
 
 #[test]
 fn an_installed_snapshot_takes_the_place_of_the_log() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
-    for index in 1..=10 {
-        write_synced(&mut log, &entries(index..=index, 1, 300));
-    }
+    let (disk, mut log) = begun();
+    write_each(&mut log, 1..=10, 1, 300);
     log.store_snapshot(&metadata(2, 1), b"old").unwrap();
     log.install_snapshot(&metadata(50, 3), b"new").unwrap();
     let recovered = recover(&disk).unwrap();
@@ -1307,15 +1287,12 @@ fn an_installed_snapshot_takes_the_place_of_the_log() {
     write_synced(&mut log, &entries(51..=52, 3, 300));
     log.cut_before(51).unwrap();
     assert!(!disk.names().contains(&first_segment()));
-    assert_eq!(indexes(&recover(&disk).unwrap()), [51, 52]);
+    assert_eq!(found(&disk), [51, 52]);
 
     // Entries with higher indexes than the snapshot's are void as well.
     for restart in [false, true] {
-        let disk = CrashDisk::new(1);
-        let (mut log, _) = open(&disk);
-        for index in 1..=10 {
-            write_synced(&mut log, &entries(index..=index, 1, 300));
-        }
+        let (disk, mut log) = begun();
+        write_each(&mut log, 1..=10, 1, 300);
         log.install_snapshot(&metadata(3, 2), b"new").unwrap();
         if restart {
             log = open(&disk).0;
@@ -1334,12 +1311,11 @@ fn an_installed_snapshot_takes_the_place_of_the_log() {
 
 #[test]
 fn what_does_not_follow_is_refused_and_changes_nothing() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     write_synced(&mut log, &entries(1..=5, 1, 10));
     log.store_snapshot(&metadata(3, 1), b"state").unwrap();
     let whole = content(&recover(&disk).unwrap());
-    let gap = LogBatch { entries: vec![entry(6, 1, b""), entry(8, 1, b"")], ..LogBatch::default() };
+    let gap = batch_of(vec![entry(6, 1, b""), entry(8, 1, b"")]);
     for batch in [entries(7..=7, 1, 1), entries(3..=3, 2, 1), entries(0..=0, 1, 1), gap] {
         let error = log.write(&batch).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
@@ -1353,7 +1329,7 @@ fn what_does_not_follow_is_refused_and_changes_nothing() {
     }
     assert_eq!(content(&recover(&disk).unwrap()), whole);
     write_synced(&mut log, &entries(6..=6, 1, 10));
-    assert_eq!(indexes(&recover(&disk).unwrap()), [1, 2, 3, 4, 5, 6]);
+    assert_eq!(found(&disk), [1, 2, 3, 4, 5, 6]);
 }
 
 #[test]
@@ -1379,8 +1355,7 @@ fn litter_is_removed_and_strange_files_are_left_alone() {
 
 #[test]
 fn a_full_disk_is_noticed_while_there_is_still_room() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     assert_eq!(log.room(), Room::Plenty);
     disk.set(|dir| dir.full = true);
     let mut index = 0;
@@ -1414,8 +1389,7 @@ fn a_full_disk_is_noticed_while_there_is_still_room() {
 /// what it said to be durable is.
 #[test]
 fn a_log_without_descriptors_waits_and_goes_on() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     disk.set(|dir| dir.starved = true);
     let mut durable = 0;
     let error = loop {
@@ -1439,23 +1413,17 @@ fn a_log_without_descriptors_waits_and_goes_on() {
         log.sync().unwrap();
     }
     disk.set(|dir| dir.starved = false);
-    for index in next..next + 20 {
-        write_synced(&mut log, &entries(index..=index, 1, 10));
-    }
+    write_each(&mut log, next..=next + 19, 1, 10);
     let recovered = recover(&disk).unwrap();
-    let indexes: Vec<u64> = recovered.entries.iter().map(|entry| entry.index).collect();
-    assert_eq!(indexes, (1..next + 20).collect::<Vec<_>>());
+    assert_eq!(indexes(&recovered), (1..next + 20).collect::<Vec<_>>());
     assert!(!recovered.cut);
 }
 
 /// GUARANTEES 39, 48: a snapshot that finds no descriptor is taken note of, stored or installed later.
 #[test]
 fn snapshots_wait_for_descriptors() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
-    for index in 1..=6 {
-        write_synced(&mut log, &entries(index..=index, 1, 400));
-    }
+    let (disk, mut log) = begun();
+    write_each(&mut log, 1..=6, 1, 400);
     let starve = |starved| disk.set(|dir| dir.starved = starved);
     starve(true);
     let error = log.store_snapshot(&metadata(4, 1), b"state").unwrap_err();
@@ -1479,8 +1447,7 @@ fn snapshots_wait_for_descriptors() {
 
 #[test]
 fn room_comes_back_when_something_is_removed() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     for index in 1..=8 {
         disk.set(|dir| dir.full = index == 8);
         write_synced(&mut log, &entries(index..=index, 1, 400));
@@ -1533,8 +1500,7 @@ fn a_start_on_a_full_disk_says_so() {
 
 #[test]
 fn after_a_failed_sync_nothing_is_accepted() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     write_synced(&mut log, &entries(1..=1, 1, 10));
     log.write(&entries(2..=2, 1, 10)).unwrap();
     disk.set(|dir| dir.sync_fails = true);
@@ -1559,8 +1525,7 @@ fn after_a_failed_sync_nothing_is_accepted() {
 /// What version 1 looks like. `UPDATE_GOLDEN=1` writes the files anew; their change is a change of the format.
 #[test]
 fn version_1_is_read_and_written_as_ever() {
-    let disk = CrashDisk::new(1);
-    let (mut log, _) = open(&disk);
+    let (disk, mut log) = begun();
     let mut conf_change = entry(2, 1, b"");
     conf_change.set_entry_type(EntryType::EntryConfChangeV2);
     conf_change.context = Bytes::from_static(b"member");
@@ -1570,10 +1535,9 @@ fn version_1_is_read_and_written_as_ever() {
         notes: vec![(b"node".to_vec(), b"a".to_vec())],
     };
     write_synced(&mut log, &batch);
-    let replaced = LogBatch { entries: vec![entry(3, 1, &[0xab; 600])], ..LogBatch::default() };
-    write_synced(&mut log, &replaced);
-    let replacement = LogBatch { entries: vec![entry(3, 2, b"third")], ..LogBatch::default() };
-    write_synced(&mut log, &replacement);
+    write_synced(&mut log, &batch_of(vec![entry(3, 1, &[0xab; 600])]));
+    // It replaces the third.
+    write_synced(&mut log, &batch_of(vec![entry(3, 2, b"third")]));
     let mut snapshot = SnapshotMetadata { index: 2, term: 1, ..SnapshotMetadata::default() };
     snapshot.set_conf_state(ConfState {
         voters: vec![1, 2],
@@ -1612,13 +1576,11 @@ fn version_1_is_read_and_written_as_ever() {
 
 #[test]
 fn the_real_disk_keeps_it_too() {
-    let path = std::env::temp_dir().join(format!("dflockd-log-{}", std::process::id()));
+    let dir = dflockd_testkit::Dir::new();
+    let path = dir.path("data");
     let options = LogOptions { segment_bytes: 1 << 16 };
     let (mut log, _) = LogStore::open(RealDisk::open(&path).unwrap(), options.clone()).unwrap();
-    for index in 1..=100 {
-        log.write(&entries(index..=index, 1, 2000)).unwrap();
-        log.sync().unwrap();
-    }
+    write_each(&mut log, 1..=100, 1, 2000);
     drop(log);
     let disk = RealDisk::open(&path).unwrap();
     let (mut log, recovered) = LogStore::open(disk.clone(), options.clone()).unwrap();
@@ -1628,10 +1590,7 @@ fn the_real_disk_keeps_it_too() {
         let mut disk = disk.clone();
         let data = &data;
         let writing = scope.spawn(move || write_snapshot(&mut disk, &metadata(90, 1), data));
-        for index in 101..=130 {
-            log.write(&entries(index..=index, 1, 2000)).unwrap();
-            log.sync().unwrap();
-        }
+        write_each(&mut log, 101..=130, 1, 2000);
         writing.join().unwrap().unwrap();
     });
     log.snapshot_stored(&metadata(90, 1)).unwrap();
@@ -1644,5 +1603,4 @@ fn the_real_disk_keeps_it_too() {
     assert_eq!(recovered.entries.last().unwrap().index, 130);
     assert!(recovered.entries[0].index <= 91);
     assert_eq!(recovered.snapshot.unwrap().metadata, metadata(90, 1));
-    std::fs::remove_dir_all(&path).unwrap();
 }

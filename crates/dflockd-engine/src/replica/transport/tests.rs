@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;
 
 use bytes::BytesMut;
+use dflockd_testkit::Dir;
+use dflockd_testkit::eventually::tasks::eventually;
 use proptest::prelude::*;
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, IsCa, Issuer, KeyPair,
@@ -35,11 +37,7 @@ const CLUSTER: [u8; 16] = *b"0123456789abcdef";
 
 /// Waits until `condition` holds.
 async fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !condition() {
-        assert!(start.elapsed() < PATIENCE, "in vain: {what}");
-        sleep(Duration::from_millis(2)).await;
-    }
+    eventually(what, async || condition()).await;
 }
 
 fn identity(node: &str) -> Identity {
@@ -61,6 +59,12 @@ fn raft_id(node: &str) -> u64 {
 
 fn secret(byte: u8) -> Secret {
     Secret::new(vec![byte; SECRET_BYTES_MIN]).unwrap()
+}
+
+/// As usual, at any port.
+fn config(credentials: Credentials) -> TransportConfig {
+    let (listen, limits) = ("127.0.0.1:0".to_owned(), Limits::default());
+    TransportConfig { listen, credentials, version_max: Version::Sealed, limits }
 }
 
 fn secrets(bytes: &[u8]) -> Credentials {
@@ -85,6 +89,13 @@ struct Seen {
     refused: u32,
     lost: u32,
     bad: u32,
+}
+
+impl Recorder {
+    fn new(identity: Identity) -> Self {
+        let identity = Mutex::new(identity);
+        Self { identity, unwelcome: Mutex::default(), seen: Mutex::default() }
+    }
 }
 
 impl Handler for Recorder {
@@ -143,17 +154,10 @@ impl Node {
         credentials: Credentials,
         change: impl FnOnce(&mut (TransportConfig, Identity)),
     ) -> Self {
-        let listen = "127.0.0.1:0".to_owned();
-        let limits = Limits::default();
-        let config = TransportConfig { listen, credentials, version_max: Version::Sealed, limits };
-        let mut parts = (config, identity(name));
+        let mut parts = (config(credentials), identity(name));
         change(&mut parts);
         let (config, identity) = parts;
-        let recorder = Arc::new(Recorder {
-            identity: Mutex::new(identity),
-            unwelcome: Mutex::default(),
-            seen: Mutex::default(),
-        });
+        let recorder = Arc::new(Recorder::new(identity));
         let handler = Arc::clone(&recorder) as Arc<dyn Handler>;
         let transport = Transport::start(config, handler).await.unwrap();
         Self { name: name.to_owned(), recorder, transport }
@@ -220,11 +224,8 @@ impl Log {
     }
 
     async fn until(&self, parts: &[&str]) {
-        let start = Instant::now();
-        while !self.lines.lock().iter().any(|line| parts.iter().all(|part| line.contains(part))) {
-            assert!(start.elapsed() < PATIENCE, "no {parts:?} in {:#?}", self.lines.lock());
-            sleep(Duration::from_millis(2)).await;
-        }
+        let has_all = |line: &String| parts.iter().all(|part| line.contains(part));
+        until(&format!("{parts:?} in the log"), || self.lines.lock().iter().any(has_all)).await;
     }
 }
 
@@ -262,7 +263,7 @@ impl tracing::Subscriber for Lines {
 
 /// An authority, and a directory for its files.
 struct Authority {
-    dir: PathBuf,
+    dir: Dir,
     pem: String,
     issuer: Issuer<'static, KeyPair>,
 }
@@ -271,21 +272,16 @@ impl Authority {
     fn new() -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let dir = format!("dflockd-transport-{}-{number}", std::process::id());
-        let dir = std::env::temp_dir().join(dir);
-        std::fs::create_dir(&dir).unwrap();
         let mut params = named(&[&format!("authority {number}")]);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         let key = KeyPair::generate().unwrap();
         let pem = params.self_signed(&key).unwrap().pem();
-        Self { dir, pem, issuer: Issuer::new(params, key) }
+        Self { dir: Dir::new(), pem, issuer: Issuer::new(params, key) }
     }
 
     fn file(&self, name: &str, content: &str) -> PathBuf {
-        let path = self.dir.join(name);
-        std::fs::write(&path, content).unwrap();
-        path
+        self.dir.write(name, content).into()
     }
 
     /// Certificate and key.
@@ -304,12 +300,6 @@ impl Authority {
 
     fn credentials(&self, node: &str) -> Credentials {
         Credentials { secrets: Vec::new(), tls: Some(self.tls(node, &[])) }
-    }
-}
-
-impl Drop for Authority {
-    fn drop(&mut self) {
-        std::fs::remove_dir_all(&self.dir).unwrap();
     }
 }
 
@@ -732,14 +722,8 @@ async fn check_refused(a: &Node, b: &Node, log: &Log, dialer: &[&str], acceptor:
 async fn another_secret_is_refused() {
     let log = Log::new();
     let (a, b) = (Node::new("a", secrets(&[1])).await, Node::new("b", secrets(&[2])).await);
-    check_refused(
-        &a,
-        &b,
-        &log,
-        &["most likely its shared secret is another one"],
-        &["a has another shared secret"],
-    )
-    .await;
+    let dialer = "most likely its shared secret is another one";
+    check_refused(&a, &b, &log, &[dialer], &["a has another shared secret"]).await;
     assert!(b.get(|seen| seen.admitted.is_empty()), "asked about a stranger");
 }
 
@@ -872,11 +856,8 @@ async fn another_version_is_refused() {
     fresh.write(b"\x01dflkpeer\x09\x00 and so on").await.unwrap();
     let Ok(Message::Challenge(_)) = parse(&get(&mut fresh).await) else { panic!() };
     until_closed(&mut fresh.stream).await;
-    log.until(&[
-        "refused a peer",
-        "it speaks version 9 of the peer protocol, this node versions 1 and 2",
-    ])
-    .await;
+    let reason = "it speaks version 9 of the peer protocol, this node versions 1 and 2";
+    log.until(&["refused a peer", reason]).await;
 
     let (listener, address) = listen().await;
     let a = Node::new("a", credentials).await;
@@ -994,15 +975,8 @@ async fn unusable_set_ups_do_not_start() {
             "the common name of the peer certificate is b, the node id is a: they must be equal",
         ),
     ] {
-        let handler = Recorder {
-            identity: Mutex::new(identity(node)),
-            unwelcome: Mutex::default(),
-            seen: Mutex::default(),
-        };
-        let listen = "127.0.0.1:0".to_owned();
-        let limits = Limits::default();
-        let config = TransportConfig { listen, credentials, version_max: Version::Sealed, limits };
-        let error = Transport::start(config, Arc::new(handler)).await.err().unwrap();
+        let handler = Arc::new(Recorder::new(identity(node)));
+        let error = Transport::start(config(credentials), handler).await.err().unwrap();
         assert_eq!(error.to_string(), reason);
     }
     let a = Node::new("a", secrets(&[1])).await;
@@ -1315,14 +1289,22 @@ async fn the_last_words_are_sent() {
     // Dropping is stopping.
     let address = b.address();
     drop(b);
-    let start = Instant::now();
-    while connect(&address).await.is_ok() {
-        assert!(start.elapsed() < PATIENCE);
-        sleep(Duration::from_millis(2)).await;
-    }
+    eventually("the port is closed", async || connect(&address).await.is_err()).await;
 }
 
 // Rotation.
+
+/// What was made with credentials that are gone is made again, both ways.
+async fn until_connected_anew(a: &Node, b: &Node) {
+    for (node, other) in [(a, b), (b, a)] {
+        node.until("new connections", |seen| seen.reachable >= 4).await;
+        until("a frame", || {
+            node.send(other, b"new");
+            other.get(|seen| seen.main.iter().any(|(_, frame)| frame == "new"))
+        })
+        .await;
+    }
+}
 
 #[tokio::test]
 async fn secrets_are_rotated_without_a_gap() {
@@ -1347,14 +1329,7 @@ async fn secrets_are_rotated_without_a_gap() {
     // The old one goes: what was made with it is made again.
     a.transport.reload(secrets(&[2])).unwrap();
     b.transport.reload(secrets(&[2])).unwrap();
-    for (node, other) in [(&a, &b), (&b, &a)] {
-        node.until("new connections", |seen| seen.reachable >= 4).await;
-        until("a frame", || {
-            node.send(other, b"new");
-            other.get(|seen| seen.main.iter().any(|(_, frame)| frame == "new"))
-        })
-        .await;
-    }
+    until_connected_anew(&a, &b).await;
     let old = raw_dial(&a, &secrets(&[1]), &identity("c"), Lane::Main).await;
     assert_eq!(old.err().unwrap().reason, "closed by the other side during the handshake");
 }
@@ -1387,14 +1362,7 @@ async fn authorities_are_rotated_without_a_gap() {
     for node in nodes {
         node.transport.reload(with(new.tls(&node.name, &[]))).unwrap();
     }
-    for (node, other) in [(&a, &b), (&b, &a)] {
-        node.until("new connections", |seen| seen.reachable >= 4).await;
-        until("a frame", || {
-            node.send(other, b"new");
-            other.get(|seen| seen.main.iter().any(|(_, frame)| frame == "new"))
-        })
-        .await;
-    }
+    until_connected_anew(&a, &b).await;
     let guest = raw_dial(&a, &with(old.tls("c", &[&new])), &identity("c"), Lane::Main).await;
     let reason = guest.err().unwrap().reason;
     assert!(reason.contains("received fatal alert") || reason.contains("closed"), "{reason}");
@@ -1406,7 +1374,7 @@ fn unusable_certificates_are_named() {
     let check = |cert: &str, key: &str, ca: &str, reason: &str| {
         let (cert, key) = (authority.file("cert", cert), authority.file("key", key));
         let error = PeerTls::load(&cert, &key, &authority.file("ca", ca)).err().unwrap();
-        let error = error.to_string().replace(authority.dir.to_str().unwrap(), "DIR");
+        let error = error.to_string().replace(authority.dir.name("").trim_end_matches('/'), "DIR");
         assert!(error.starts_with(reason), "{error}");
     };
     let (cert, key) = authority.issue(&["a"]);
@@ -1416,12 +1384,8 @@ fn unusable_certificates_are_named() {
     check(&cert, &key, "", &format!("cannot use the peer authority DIR/ca: {none}"));
     check(&cert, &cert, &ca, "cannot use the peer key DIR/key: no private key in PEM form found");
     let (_, foreign) = authority.issue(&["a"]);
-    check(
-        &cert,
-        &foreign,
-        &ca,
-        "cannot use the peer certificate DIR/cert: not usable with key DIR/key",
-    );
+    let reason = "cannot use the peer certificate DIR/cert: not usable with key DIR/key";
+    check(&cert, &foreign, &ca, reason);
     for names in [&[][..], &["a", "b"]] {
         let (cert, key) = authority.issue(names);
         let reason = "cannot use the peer certificate DIR/cert: the certificate has no common name, or \
@@ -1433,7 +1397,7 @@ fn unusable_certificates_are_named() {
     check(hollow, &key, &ca, reason);
     check(&cert, &key, hollow, "cannot use the peer authority DIR/ca");
 
-    let missing = authority.dir.join("missing");
+    let missing = authority.dir.path("missing");
     let error = PeerTls::load(&missing, &missing, &missing).err().unwrap().to_string();
     assert!(error.contains("missing: ") && error.contains("os error 2"), "{error}");
 }
@@ -1557,22 +1521,27 @@ fn every_word_is_covered() {
         };
         assert!(accepts(keys, &hello, &challenge, &proof));
         assert!(!accepts(other_session, &hello, &challenge, &proof));
-        for bit in 0..hello.len() * 8 {
-            assert!(!accepts(keys, &flipped(&hello, bit), &challenge, &proof), "{bit}");
+        for bad in flips(&hello) {
+            assert!(!accepts(keys, &bad, &challenge, &proof), "{bad:?}");
         }
-        for bit in 0..challenge.len() * 8 {
-            assert!(!accepts(keys, &hello, &flipped(&challenge, bit), &proof), "{bit}");
+        for bad in flips(&challenge) {
+            assert!(!accepts(keys, &hello, &bad, &proof), "{bad:?}");
         }
-        for bit in 0..proof.len() * 8 {
-            assert!(!accepts(keys, &hello, &challenge, &flipped(&proof, bit)), "{bit}");
+        for bad in flips(&proof) {
+            assert!(!accepts(keys, &hello, &challenge, &bad), "{bad:?}");
         }
         let acceptor = Acceptor::new(keys, Version::Plain, &hello, &challenge).unwrap();
         let welcome = acceptor.welcome(&theirs, None, 0);
         assert_eq!(dialer.conclude(&welcome), Ok(theirs.clone()));
-        for bit in 0..welcome.len() * 8 {
-            assert!(dialer.conclude(&flipped(&welcome, bit)).is_err(), "{bit}");
+        for bad in flips(&welcome) {
+            assert!(dialer.conclude(&bad).is_err(), "{bad:?}");
         }
     }
+}
+
+/// The same bytes with each of their bits flipped, one at a time.
+fn flips(bytes: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+    (0..bytes.len() * 8).map(|bit| flipped(bytes, bit))
 }
 
 fn flipped(bytes: &[u8], bit: usize) -> Vec<u8> {
@@ -1604,10 +1573,8 @@ fn all_that_one_side_says_is_brief() {
         Message::Challenge(Challenge { version: Version::Sealed, mode: PLAIN, nonce: [0; 32] }),
         Message::Welcome(Welcome { identity: longest, refusal, mac }),
     ];
-    assert!(
-        bytes(&dialer) + TAG_BYTES <= handshake::BYTES_MAX
-            && bytes(&acceptor) <= handshake::BYTES_MAX
-    );
+    assert!(bytes(&dialer) + TAG_BYTES <= handshake::BYTES_MAX);
+    assert!(bytes(&acceptor) <= handshake::BYTES_MAX);
 }
 
 #[test]

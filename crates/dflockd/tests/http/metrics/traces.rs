@@ -1,7 +1,7 @@
 //! Spans on their way to a collector.
 
 use dflockd_testkit::http::Ask;
-use dflockd_testkit::{Dir, Server, command, run};
+use dflockd_testkit::{Server, command, run};
 use serde_json::json;
 
 use super::collector::Collector;
@@ -22,7 +22,7 @@ fn traceparent(sampled: bool) -> String {
 fn a_request_becomes_a_span_of_the_callers_trace() {
     let collector = Collector::start();
     let endpoint = collector.endpoint();
-    let site = Site::start(&["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "0"]);
+    let mut site = Site::start(&["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "0"]);
     let session = site.session();
     let ask = Ask::post("/v1/locks/hush-key", &json!({ "lease_ttl_s": 60 }));
     let ask = ask.session(&session.id).header("traceparent", &traceparent(true));
@@ -43,9 +43,7 @@ fn a_request_becomes_a_span_of_the_callers_trace() {
     assert!(!shown.contains("/v1/sessions"), "{shown}");
     let unwanted = Ask::get("/v1/overview").header("traceparent", &traceparent(false));
     site.ask(unwanted).ok();
-    site.server.signal("TERM");
-    let mut server = site.server;
-    assert!(server.wait_for_end().success());
+    site.server.terminate();
     let rest = collector.rest().escape_ascii().to_string();
     assert!(!rest.contains("/v1/overview"), "{rest}");
 }
@@ -56,16 +54,14 @@ fn the_trace_of_a_stranger_is_not_followed() {
     let collector = Collector::start();
     let endpoint = collector.endpoint();
     let flags = ["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "0"];
-    let site = Site::guarded("t0ken-of-the-tests", &flags);
+    let mut site = Site::guarded("t0ken-of-the-tests", &flags);
     for (path, status) in [("/v1/overview", 401), ("/v1/openapi.json", 200), ("/ui/", 200)] {
         let stranger = Ask::get(path).header("traceparent", &traceparent(true));
         assert_eq!(site.wire().ask(&stranger).status, status, "{path}");
     }
     site.ask(Ask::get("/v1/contention").header("traceparent", &traceparent(true))).ok();
     let seen = collector.wait_for(&[&TRACE, b"GET /v1/contention"]);
-    site.server.signal("TERM");
-    let mut server = site.server;
-    assert!(server.wait_for_end().success());
+    site.server.terminate();
     let all = [seen, collector.rest()].concat().escape_ascii().to_string();
     for path in ["/v1/overview", "/v1/openapi.json", "/ui/"] {
         assert!(!all.contains(path), "{path}: {all}");
@@ -81,8 +77,7 @@ fn a_connection_becomes_a_span_and_the_last_ones_are_sent_at_the_end() {
     let mut client = server.connect();
     client.check("ping", "_", "", "ok");
     drop(client);
-    server.signal("TERM");
-    assert!(server.wait_for_end().success());
+    server.terminate();
     collector.wait_for(&[b"line connection", b"network.peer.address", b"127.0.0.1"]);
 }
 
@@ -90,7 +85,7 @@ fn a_connection_becomes_a_span_and_the_last_ones_are_sent_at_the_end() {
 fn nobody_waits_for_a_collector_that_is_away() {
     let away = dflockd_testkit::free_addresses(dflockd_testkit::host(), 1)[0];
     let endpoint = format!("http://{away}");
-    let site = Site::start(&["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "100"]);
+    let mut site = Site::start(&["--otlp-endpoint", &endpoint, "--otlp-sample-percent", "100"]);
     // More than the queue holds.
     let mut wire = site.wire();
     for _ in 0..6000 {
@@ -98,22 +93,15 @@ fn nobody_waits_for_a_collector_that_is_away() {
     }
     let said = "traces can not be sent";
     site.server.wait_for_output(said);
-    site.server.signal("TERM");
-    let mut server = site.server;
-    assert!(server.wait_for_end().success());
-    let output = server.output();
+    site.server.terminate();
+    let output = site.server.output();
     assert_eq!(output.matches(said).count(), 1, "said once: {output}");
 }
 
 #[test]
 fn an_endpoint_that_is_none_is_refused() {
-    let _dir = Dir::new();
     for endpoint in ["collector:4317", "ftp://collector:4317", "http://"] {
-        let mut command = command(&["--otlp-endpoint", endpoint]);
-        command.args(["--port", "0"]);
-        let output = run(command);
-        let errors = output.err;
-        assert!(output.code != 0, "{endpoint}");
-        assert!(errors.contains("otlp-endpoint"), "{errors}");
+        let output = run(command(&["--otlp-endpoint", endpoint, "--port", "0"]));
+        output.expect(1).complains(&["otlp-endpoint"]);
     }
 }
