@@ -6,10 +6,9 @@ use std::time::Instant;
 
 use crate::http2::{self, Calls, Method};
 use crate::proto::{self, Fields, Value};
-use crate::protocol::{Answer, Dialect, Proof, Protocol, Request, WAIT_S, refused};
-
-/// A token is as long as that.
-const TOKEN_BYTES: usize = 32;
+use crate::protocol::{
+    Answer, Dialect, Greeted, Proof, Protocol, Request, TOKEN_BYTES, WAIT_S, refused,
+};
 
 const OPEN: Method = Method { place: 0, path: "/dflockd.v1.Sessions/Open" };
 const ACQUIRE: Method = Method { place: 1, path: "/dflockd.v1.Locks/Acquire" };
@@ -26,12 +25,7 @@ impl Protocol for Grpc {
         "grpc"
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         Ok(Box::new(Forms::greet(stream, lease_s)?))
     }
 
@@ -101,27 +95,17 @@ impl Dialect for Forms {
     }
 
     fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-        read(request, answer, proof)
+        let Some(message) = http2::message(answer) else { return Answer::Refused };
+        if request != Request::Acquire {
+            return Answer::Done;
+        }
+        // A grant, and its token first of all.
+        let [0x0a, _, 0x0a, 32, grant @ ..] = message else { return Answer::Busy };
+        proof.set_token(grant.get(..TOKEN_BYTES).unwrap_or_default())
     }
 
     fn reply(&mut self, out: &mut Vec<u8>, answer: &[u8], now: Instant) {
         self.calls.reply(answer, out, now);
-    }
-}
-
-/// What a whole answer means.
-fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-    let Some(message) = http2::message(answer) else { return Answer::Refused };
-    if request != Request::Acquire {
-        return Answer::Done;
-    }
-    // A grant, and its token first of all.
-    let [0x0a, _, 0x0a, 32, grant @ ..] = message else { return Answer::Busy };
-    let Some(token) = grant.get(..TOKEN_BYTES) else { return Answer::Refused };
-    let fence = std::str::from_utf8(&token[..16]).ok();
-    match fence.and_then(|fence| u64::from_str_radix(fence, 16).ok()) {
-        Some(fence) if proof.set(token) => Answer::Granted { fence },
-        _ => Answer::Refused,
     }
 }
 
@@ -140,18 +124,19 @@ mod tests {
 
     #[test]
     fn answers() {
+        let forms = Forms::default();
         let token = b"00000000000000ff0123456789abcdef";
         let (mut grant, mut message) = (Vec::new(), Vec::new());
         proto::bytes(&mut grant, 1, token);
         proto::number(&mut grant, 2, 255);
         proto::bytes(&mut message, 1, &grant);
         let mut proof = Proof::none();
-        let granted = read(Request::Acquire, &http2::answer(Some(&message)), &mut proof);
+        let granted = forms.read(Request::Acquire, &http2::answer(Some(&message)), &mut proof);
         assert_eq!((granted, proof.get()), (Answer::Granted { fence: 255 }, &token[..]));
         let empty = http2::answer(Some(b""));
-        assert_eq!(read(Request::Acquire, &empty, &mut proof), Answer::Busy);
-        assert_eq!(read(Request::Release, &empty, &mut proof), Answer::Done);
-        assert_eq!(read(Request::Release, &http2::answer(None), &mut proof), Answer::Refused);
+        assert_eq!(forms.read(Request::Acquire, &empty, &mut proof), Answer::Busy);
+        assert_eq!(forms.read(Request::Release, &empty, &mut proof), Answer::Done);
+        assert_eq!(forms.read(Request::Release, &http2::answer(None), &mut proof), Answer::Refused);
     }
 
     #[test]

@@ -2,19 +2,17 @@
 //! were prepared when the connection was made, answers are looked at no further than needed. HTTP/1.1 with kept
 //! connections.
 
-use std::io::{self, Write};
+use std::io::Write;
 use std::net::TcpStream;
 
 use crate::protocol::{
-    Answer, Dialect, Proof, Protocol, Request, WAIT_S, concat, member, read_answer, refused,
+    Answer, Dialect, Greeted, Proof, Protocol, Request, TOKEN_BYTES, WAIT_S, concat, member,
+    read_answer, refused,
 };
 
 /// The first request of a connection.
 const OPEN_SESSION: &[u8] =
     b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n";
-
-/// A token is as long as that.
-const TOKEN_BYTES: usize = 32;
 
 /// dflockd by its HTTP API.
 #[derive(Debug)]
@@ -25,12 +23,7 @@ impl Protocol for Http {
         "http"
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         stream.write_all(OPEN_SESSION)?;
         let answer = read_answer(stream, frame)?;
         let id = member(&answer, b"\"session_id\":\"")
@@ -97,7 +90,15 @@ impl Dialect for Forms {
     }
 
     fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-        read(request, answer, proof)
+        let status = answer.get(9..12).unwrap_or_default();
+        match (request, status) {
+            (Request::Acquire, b"200") => {
+                let token = member(answer, b"\"token\":\"");
+                token.map_or(Answer::Busy, |token| proof.set_token(token))
+            }
+            (Request::Release, b"204") | (Request::Renew, b"200") => Answer::Done,
+            _ => Answer::Refused,
+        }
     }
 }
 
@@ -120,25 +121,6 @@ fn frame(input: &[u8]) -> Option<usize> {
         }
     }
     (input.len() >= at + body).then_some(at + body)
-}
-
-/// What a whole answer means.
-fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-    let status = answer.get(9..12).unwrap_or_default();
-    match (request, status) {
-        (Request::Acquire, b"200") => {
-            let Some(token) = member(answer, b"\"token\":\"") else { return Answer::Busy };
-            let fence = token.get(..16).and_then(|fence| std::str::from_utf8(fence).ok());
-            match fence.and_then(|fence| u64::from_str_radix(fence, 16).ok()) {
-                Some(fence) if token.len() == TOKEN_BYTES && proof.set(token) => {
-                    Answer::Granted { fence }
-                }
-                _ => Answer::Refused,
-            }
-        }
-        (Request::Release, b"204") | (Request::Renew, b"200") => Answer::Done,
-        _ => Answer::Refused,
-    }
 }
 
 #[cfg(test)]
@@ -179,6 +161,7 @@ mod tests {
 
     #[test]
     fn answers() {
+        let forms = Forms::new(b"5e5510", 10);
         let body = "{\"status\":\"ok\",\"token\":\"00000000000000ff0123456789abcdef\"}\n";
         let length = body.len();
         let whole = format!(
@@ -191,14 +174,14 @@ mod tests {
             assert_eq!(frame(&whole[..end]), None);
         }
         let mut proof = Proof::none();
-        let answer = read(Request::Acquire, whole, &mut proof);
+        let answer = forms.read(Request::Acquire, whole, &mut proof);
         assert_eq!((answer, proof.get()), (Answer::Granted { fence: 255 }, TOKEN));
         let empty = b"HTTP/1.1 204 No Content\r\nx: y\r\n\r\n";
         assert_eq!(frame(empty), Some(empty.len()));
-        assert_eq!(read(Request::Release, empty, &mut proof), Answer::Done);
+        assert_eq!(forms.read(Request::Release, empty, &mut proof), Answer::Done);
         let busy = b"HTTP/1.1 200 OK\r\ncontent-length: 21\r\n\r\n{\"status\":\"timeout\"}\n";
-        assert_eq!(read(Request::Acquire, busy, &mut proof), Answer::Busy);
+        assert_eq!(forms.read(Request::Acquire, busy, &mut proof), Answer::Busy);
         let refused = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n";
-        assert_eq!(read(Request::Acquire, refused, &mut proof), Answer::Refused);
+        assert_eq!(forms.read(Request::Acquire, refused, &mut proof), Answer::Refused);
     }
 }

@@ -57,7 +57,7 @@ pub struct Calls {
     entered: Cell<u8>,
     /// By method: how many were there before its path.
     paths: [Cell<Option<u8>>; METHODS_MAX],
-    /// Likewise for the common ones.
+    /// By common header: how many were there before it.
     common: [Cell<Option<u8>>; COMMON.len()],
     /// The last ping that is not answered yet.
     ping: Cell<Option<[u8; 8]>>,

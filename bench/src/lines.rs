@@ -4,7 +4,8 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::net::TcpStream;
 
 use crate::protocol::{
-    Answer, Dialect, Proof, Protocol, Request, WAIT_S, concat, decimal, find, line, read_answer,
+    Answer, Dialect, Greeted, Proof, Protocol, Request, WAIT_S, concat, decimal, find, line,
+    read_answer,
 };
 
 /// The line protocol of dflockd.
@@ -20,12 +21,7 @@ impl Protocol for Lines {
         true
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, mux: bool) -> Greeted {
         if mux {
             stream.write_all(b"hello\ndflockd-bench\nmux\n")?;
             let answer = read_answer(stream, line)?;
@@ -94,12 +90,7 @@ fn read_grant(answer: &[u8], proof: &mut Proof) -> Answer {
     let Some(rest) = answer.strip_prefix(b"ok ") else {
         return Answer::Refused;
     };
-    let token = rest.split(|&byte| byte == b' ').next().unwrap_or_default();
-    let fence = token.get(..16).and_then(|fence| std::str::from_utf8(fence).ok());
-    match fence.and_then(|fence| u64::from_str_radix(fence, 16).ok()) {
-        Some(fence) if proof.set(token) => Answer::Granted { fence },
-        _ => Answer::Refused,
-    }
+    proof.set_token(rest.split(|&byte| byte == b' ').next().unwrap_or_default())
 }
 
 /// Appends the number of a request on a `mux` connection.

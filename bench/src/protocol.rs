@@ -37,18 +37,16 @@ pub trait Protocol: fmt::Debug + Sync {
     }
 
     /// Says what has to be said first on a connection. Protocols that can number their requests do so with `mux`.
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        mux: bool,
-    ) -> io::Result<Box<dyn Dialect>>;
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, mux: bool) -> Greeted;
 
     /// Whether the server at the other end leads its cluster.
     fn leads(&self, _stream: &mut TcpStream) -> io::Result<bool> {
         Err(io::Error::other(format!("{} does not tell who leads", self.name())))
     }
 }
+
+/// What a connection speaks after the first words, or why it can not be used.
+pub type Greeted = io::Result<Box<dyn Dialect>>;
 
 /// How requests are written and answers read on one connection.
 pub trait Dialect: fmt::Debug + Send {
@@ -104,6 +102,9 @@ pub struct Proof {
     length: usize,
 }
 
+/// A token of dflockd is as long as that.
+pub(crate) const TOKEN_BYTES: usize = 32;
+
 impl Proof {
     const BYTES_MAX: usize = 120;
 
@@ -125,6 +126,17 @@ impl Proof {
             self.length = bytes.len();
         }
         fits
+    }
+
+    /// Keeps a token of dflockd: hexadecimal digits, the first half of them the fence.
+    pub(crate) fn set_token(&mut self, token: &[u8]) -> Answer {
+        let fence = token.get(..16).and_then(|fence| std::str::from_utf8(fence).ok());
+        match fence.and_then(|fence| u64::from_str_radix(fence, 16).ok()) {
+            Some(fence) if token.len() == TOKEN_BYTES && self.set(token) => {
+                Answer::Granted { fence }
+            }
+            _ => Answer::Refused,
+        }
     }
 }
 

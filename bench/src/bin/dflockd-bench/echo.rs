@@ -4,7 +4,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{self, Ipv4Addr, SocketAddr};
 
 use dflockd_bench::lines::Lines;
-use dflockd_bench::protocol::{Dialect, Protocol};
+use dflockd_bench::protocol::{Greeted, Protocol};
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
 
@@ -29,12 +29,7 @@ impl Protocol for Echo {
         true
     }
 
-    fn greet(
-        &self,
-        stream: &mut net::TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut net::TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         Lines.greet(stream, lease_s, false)
     }
 }

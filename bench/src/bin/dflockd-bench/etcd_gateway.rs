@@ -4,7 +4,8 @@ use std::io::{self, Write};
 use std::net::TcpStream;
 
 use dflockd_bench::protocol::{
-    Answer, Dialect, Proof, Protocol, Request, concat, decimal, find, member, read_answer, refused,
+    Answer, Dialect, Greeted, Proof, Protocol, Request, concat, decimal, find, member, read_answer,
+    refused,
 };
 
 /// etcd by its JSON gateway.
@@ -20,12 +21,7 @@ impl Protocol for Gateway {
         Some("by its JSON gateway")
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         let mut request = Vec::new();
         let body = format!("{{\"TTL\":{lease_s}}}");
         post(&mut request, "/v3/lease/grant", &[body.as_bytes()]);

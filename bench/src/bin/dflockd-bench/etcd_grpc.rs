@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use dflockd_bench::http2::{self, Calls, Method};
 use dflockd_bench::proto::{self, Fields};
-use dflockd_bench::protocol::{Answer, Dialect, Proof, Protocol, Request, refused};
+use dflockd_bench::protocol::{Answer, Dialect, Greeted, Proof, Protocol, Request, refused};
 
 use crate::etcd_gateway::Gateway;
 
@@ -28,12 +28,7 @@ impl Protocol for EtcdGrpc {
         Some("by gRPC")
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         let mut forms = Forms::default();
         let answer =
             forms.calls.call(stream, GRANT, |message| proto::number(message, 1, lease_s))?;
@@ -79,27 +74,22 @@ impl Dialect for Forms {
     }
 
     fn read(&self, request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-        read(request, answer, proof)
+        let Some(message) = http2::message(answer) else { return Answer::Refused };
+        match request {
+            Request::Acquire => match Fields::bytes(message, 2) {
+                b"" => Answer::Refused,
+                key if proof.set(key) => Answer::Granted { fence: 0 },
+                _ => Answer::Refused,
+            },
+            Request::Release => Answer::Done,
+            // A lease that has ended has no time left.
+            Request::Renew if Fields::number(message, 3) > 0 => Answer::Done,
+            Request::Renew => Answer::Refused,
+        }
     }
 
     fn reply(&mut self, out: &mut Vec<u8>, answer: &[u8], now: Instant) {
         self.calls.reply(answer, out, now);
-    }
-}
-
-/// What a whole answer means.
-fn read(request: Request, answer: &[u8], proof: &mut Proof) -> Answer {
-    let Some(message) = http2::message(answer) else { return Answer::Refused };
-    match request {
-        Request::Acquire => match Fields::bytes(message, 2) {
-            b"" => Answer::Refused,
-            key if proof.set(key) => Answer::Granted { fence: 0 },
-            _ => Answer::Refused,
-        },
-        Request::Release => Answer::Done,
-        // A lease that has ended has no time left.
-        Request::Renew if Fields::number(message, 3) > 0 => Answer::Done,
-        Request::Renew => Answer::Refused,
     }
 }
 
@@ -133,17 +123,18 @@ mod tests {
 
     #[test]
     fn answers() {
+        let forms = Forms::default();
         let mut proof = Proof::none();
         let mut message = Vec::new();
         proto::bytes(&mut message, 1, b"header");
         let empty = answer(&message);
         proto::bytes(&mut message, 2, b"k/12c");
         let granted = answer(&message);
-        let first = read(Request::Acquire, &granted, &mut proof);
+        let first = forms.read(Request::Acquire, &granted, &mut proof);
         assert_eq!((first, proof.get()), (Answer::Granted { fence: 0 }, &b"k/12c"[..]));
-        assert_eq!(read(Request::Acquire, &empty, &mut proof), Answer::Refused);
-        assert_eq!(read(Request::Release, &empty, &mut proof), Answer::Done);
-        assert_eq!(read(Request::Renew, &empty, &mut proof), Answer::Refused, "no time left");
-        assert_eq!(read(Request::Release, b"", &mut proof), Answer::Refused);
+        assert_eq!(forms.read(Request::Acquire, &empty, &mut proof), Answer::Refused);
+        assert_eq!(forms.read(Request::Release, &empty, &mut proof), Answer::Done);
+        assert_eq!(forms.read(Request::Renew, &empty, &mut proof), Answer::Refused, "no time left");
+        assert_eq!(forms.read(Request::Release, b"", &mut proof), Answer::Refused);
     }
 }

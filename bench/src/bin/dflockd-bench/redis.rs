@@ -6,7 +6,7 @@ use std::net::TcpStream;
 
 use dflockd_bench::Random;
 use dflockd_bench::protocol::{
-    Answer, Dialect, Proof, Protocol, Request, concat, decimal, line, read_answer,
+    Answer, Dialect, Greeted, Proof, Protocol, Request, concat, decimal, line, read_answer,
 };
 
 const RELEASE_SCRIPT: &str =
@@ -31,12 +31,7 @@ impl Protocol for Redis {
         true
     }
 
-    fn greet(
-        &self,
-        stream: &mut TcpStream,
-        lease_s: u64,
-        _mux: bool,
-    ) -> io::Result<Box<dyn Dialect>> {
+    fn greet(&self, stream: &mut TcpStream, lease_s: u64, _mux: bool) -> Greeted {
         // Tokens of connections that are open at the same time must differ.
         let seed = u64::from(stream.local_addr()?.port()) << 32 | u64::from(std::process::id());
         Ok(Box::new(Scripts {
