@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use crate::connect::{Settings, read_token};
+use crate::connect::{Common, Settings, read_token};
 use crate::failure::{Failure, Status};
-use crate::output::{self, Output};
+use crate::output;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Admin {
@@ -45,9 +45,7 @@ pub(crate) struct ForceReleaseArgs {
     #[command(flatten)]
     admin: Admin,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -57,9 +55,7 @@ pub(crate) struct EndSessionArgs {
     #[command(flatten)]
     admin: Admin,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 /// `force-release`.
@@ -68,10 +64,10 @@ pub(crate) async fn force_release(
     outer: &Settings,
 ) -> Result<Status, Failure> {
     let token = args.admin.token()?;
-    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
+    let (client, json) = args.common.connect(&args.key, outer).await?;
     let (key, reason) = (args.key.as_bytes(), args.admin.reason.as_str());
     client.force_release(key, args.sem, args.fence, &token, reason).await?;
-    if args.output.json {
+    if json {
         let fence = args.fence.to_string();
         output::json(&json!({ "key": args.key, "fence": fence, "released": true }));
     }
@@ -81,14 +77,14 @@ pub(crate) async fn force_release(
 /// `end-session`.
 pub(crate) async fn end_session(args: EndSessionArgs, outer: &Settings) -> Result<Status, Failure> {
     let token = args.admin.token()?;
-    let connection = args.settings.or(outer).resolve()?;
+    let connection = args.common.settings.or(outer).resolve()?;
     if connection.servers.len() > 1 {
         // Each server numbers its own.
         return Err(Failure::usage("name the one server of the session with --servers"));
     }
     let client = connection.connect().await?;
     client.end_session(args.session, &token, &args.admin.reason).await?;
-    if args.output.json {
+    if args.common.output.json {
         output::json(&json!({ "session": args.session, "ended": true }));
     }
     Ok(Status::Ok)

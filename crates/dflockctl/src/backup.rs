@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status};
 use crate::files::Aside;
 use crate::operator::{Cluster, Link, Operator, SNAPSHOT_TIMEOUT, run_server, server_program};
-use crate::output::{self, Output};
+use crate::output;
 
 /// How long a piece may take.
 const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -23,9 +23,7 @@ pub(crate) struct BackupArgs {
     #[command(flatten)]
     operator: Operator,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -57,13 +55,13 @@ pub(crate) struct RestoreArgs {
 
 /// `backup`.
 pub(crate) fn backup(args: BackupArgs, outer: &Settings) -> Result<Status, Failure> {
-    let cluster = Cluster::new(args.settings.or(outer), Some(&args.operator))?;
+    let cluster = Cluster::new(args.common.settings.or(outer), Some(&args.operator))?;
     let mut failure = None;
     for server in cluster.servers() {
         match fetch(&cluster, server, &args.file) {
             Ok(backup) => {
                 let (bytes, index) = (&backup["bytes"], &backup["index"]);
-                if args.output.json {
+                if args.common.output.json {
                     let cluster_id = &backup["cluster_id"];
                     let file = args.file.display().to_string();
                     output::json(&json!({
@@ -111,7 +109,10 @@ fn write(
     while offset < total {
         let arguments = json!({ "offset": offset });
         let piece = link.ask("backup", cluster.token(), &arguments, PIECE_TIMEOUT)?;
-        let piece = piece["data"].as_str().and_then(bytes_of).ok_or_else(strange)?;
+        let piece = piece["data"]
+            .as_str()
+            .and_then(|digits| hex::decode(digits).ok())
+            .ok_or_else(strange)?;
         if piece.is_empty() || offset + piece.len() > total {
             return Err(strange());
         }
@@ -156,13 +157,6 @@ impl Digest {
     }
 }
 
-fn bytes_of(digits: &str) -> Option<Vec<u8>> {
-    let digit =
-        |digit: u8| char::from(digit).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
-    let pairs = digits.as_bytes().chunks(2);
-    pairs.map(|pair| Some(digit(pair[0])? << 4 | digit(*pair.get(1)?)?)).collect()
-}
-
 /// `restore`.
 pub(crate) fn restore(args: &RestoreArgs) -> Result<Status, Failure> {
     let mut given = vec!["restore".to_owned()];
@@ -188,24 +182,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_of_digits_are_bytes() {
-        assert_eq!(bytes_of("00ff1a"), Some(vec![0, 255, 26]));
-        assert_eq!(bytes_of(""), Some(vec![]));
-        for wrong in ["0", "0g", "+1", "000"] {
-            assert_eq!(bytes_of(wrong), None, "{wrong}");
-        }
-    }
-
-    #[test]
     fn the_digest_is_at_the_end() {
         // Of nothing.
         let digest = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
         let mut right = Digest::new(0);
-        right.update(&bytes_of(digest).expect("digits"));
+        right.update(&hex::decode(digest).expect("digits"));
         assert!(right.matches());
         let mut wrong = Digest::new(1);
         wrong.update(b"x");
-        wrong.update(&bytes_of(digest).expect("digits"));
+        wrong.update(&hex::decode(digest).expect("digits"));
         assert!(!wrong.matches());
     }
 }

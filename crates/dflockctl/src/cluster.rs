@@ -7,25 +7,16 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::certificates;
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status, complain};
 use crate::init;
 use crate::operator::{
     CHECK_SERVERS, Cluster, Operator, SNAPSHOT_TIMEOUT, run_server, server_program,
 };
-use crate::output::{self, Output, Paint, Table, clean};
+use crate::output::{self, Paint, Table, clean};
 use crate::time;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-
-/// What all verbs take.
-#[derive(Debug, clap::Args)]
-pub(crate) struct Common {
-    #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
-}
 
 /// What all verbs take that change something.
 #[derive(Debug, clap::Args)]

@@ -11,6 +11,7 @@ use rustls::pki_types::pem::PemObject;
 use serde::Deserialize;
 
 use crate::failure::Failure;
+use crate::output::Output;
 use crate::time;
 
 const DEFAULT_SERVER: &str = "127.0.0.1:6388";
@@ -80,6 +81,27 @@ pub(crate) struct Connection {
     pub(crate) auth: Option<Arc<str>>,
     pub(crate) tls: Option<Arc<rustls::ClientConfig>>,
     pub(crate) connect_timeout: Option<Duration>,
+}
+
+/// What nearly all verbs take: how to print, and which servers to ask.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Common {
+    #[command(flatten)]
+    pub(crate) output: Output,
+    #[command(flatten)]
+    pub(crate) settings: Settings,
+}
+
+impl Common {
+    /// A connection to the server of a key, and whether to print JSON.
+    pub(crate) async fn connect(
+        self,
+        key: &str,
+        outer: &Settings,
+    ) -> Result<(Client, bool), Failure> {
+        let client = self.settings.or(outer).resolve()?.connect_for(key).await?;
+        Ok((client, self.output.json))
+    }
 }
 
 impl Settings {

@@ -5,10 +5,10 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde_json::{Value, json};
 
 use crate::cluster::{listed, word};
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status};
 use crate::operator::{CHECK_SERVERS, Cluster};
-use crate::output::{self, Output, Paint, Table, clean};
+use crate::output::{self, Paint, Table, clean};
 
 /// Bytes left on a disk.
 const ROOM_LOW: u64 = 1 << 30;
@@ -27,9 +27,7 @@ const FILES_MIN: u64 = 4096;
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,14 +75,14 @@ struct MemberStatus {
 
 /// `doctor`.
 pub(crate) fn run(args: Args, outer: &Settings) -> Result<Status, Failure> {
-    let mut cluster = Cluster::new(args.settings.or(outer), None)?;
+    let mut cluster = Cluster::new(args.common.settings.or(outer), None)?;
     let seen = cluster.ask("status", json!({}))?;
     let members: Vec<MemberStatus> =
         listed(&seen).into_iter().map(|(node, about)| ask_member(&cluster, node, &about)).collect();
     let now = unix_ms() / 1000;
     let findings = diagnose(&seen, &members, now);
     let worst = findings.iter().map(|finding| finding.severity).max().unwrap_or(Severity::Ok);
-    if args.output.json {
+    if args.common.output.json {
         let findings = findings.iter().map(|finding| {
             json!({
                 "severity": finding.severity.name(), "check": finding.check, "node": finding.node,

@@ -1,11 +1,10 @@
 //! `watch`, `listen`, `signal`: what happens, as it happens.
 
-use dflockd_client::{Signals, Watch};
 use serde_json::json;
 
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status, complain};
-use crate::output::{self, Output, printable};
+use crate::output::{self, printable};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct WatchArgs {
@@ -15,9 +14,7 @@ pub(crate) struct WatchArgs {
     #[arg(long, value_name = "N")]
     count: Option<u64>,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -31,9 +28,7 @@ pub(crate) struct ListenArgs {
     #[arg(long, value_name = "N")]
     count: Option<u64>,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -43,20 +38,18 @@ pub(crate) struct SignalArgs {
     /// What to send.
     payload: String,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 /// `watch`.
 pub(crate) async fn watch(args: WatchArgs, outer: &Settings) -> Result<Status, Failure> {
-    let client = args.settings.or(outer).resolve()?.connect().await?;
+    let client = args.common.settings.or(outer).resolve()?.connect().await?;
     let mut changes = client.watch(&args.pattern).await?;
     let mut gaps = Gaps::default();
     for _ in 0..args.count.unwrap_or(u64::MAX) {
         let Some(change) = changes.next().await else { break };
-        gaps.report(&changes);
-        if args.output.json {
+        gaps.report(changes.interruptions(), changes.dropped());
+        if args.common.output.json {
             let key = String::from_utf8_lossy(&change.key);
             output::json(&json!({ "event": change.event, "key": key }));
         } else {
@@ -68,13 +61,13 @@ pub(crate) async fn watch(args: WatchArgs, outer: &Settings) -> Result<Status, F
 
 /// `listen`.
 pub(crate) async fn listen(args: ListenArgs, outer: &Settings) -> Result<Status, Failure> {
-    let client = args.settings.or(outer).resolve()?.connect().await?;
+    let client = args.common.settings.or(outer).resolve()?.connect().await?;
     let mut signals = client.listen(&args.pattern, args.group.as_deref()).await?;
     let mut gaps = Gaps::default();
     for _ in 0..args.count.unwrap_or(u64::MAX) {
         let Some(signal) = signals.next().await else { break };
-        gaps.report(&signals);
-        if args.output.json {
+        gaps.report(signals.interruptions(), signals.dropped());
+        if args.common.output.json {
             let payload = String::from_utf8_lossy(&signal.payload);
             output::json(&json!({ "channel": signal.channel, "payload": payload }));
         } else {
@@ -88,9 +81,9 @@ pub(crate) async fn listen(args: ListenArgs, outer: &Settings) -> Result<Status,
 
 /// `signal`.
 pub(crate) async fn signal(args: SignalArgs, outer: &Settings) -> Result<Status, Failure> {
-    let client = args.settings.or(outer).resolve()?.connect_for(&args.channel).await?;
+    let (client, json) = args.common.connect(&args.channel, outer).await?;
     let deliveries = client.signal(&args.channel, args.payload.as_bytes()).await?;
-    if args.output.json {
+    if json {
         output::json(&json!({ "channel": args.channel, "deliveries": deliveries }));
     } else {
         output::line(deliveries.to_string());
@@ -105,26 +98,9 @@ struct Gaps {
     dropped: u64,
 }
 
-trait Counted {
-    fn counts(&self) -> (u64, u64);
-}
-
-impl Counted for Watch {
-    fn counts(&self) -> (u64, u64) {
-        (self.interruptions(), self.dropped())
-    }
-}
-
-impl Counted for Signals {
-    fn counts(&self) -> (u64, u64) {
-        (self.interruptions(), self.dropped())
-    }
-}
-
 impl Gaps {
     /// Says so if there are more than before.
-    fn report(&mut self, stream: &impl Counted) {
-        let (interruptions, dropped) = stream.counts();
+    fn report(&mut self, interruptions: u64, dropped: u64) {
         if interruptions > self.interruptions {
             complain("the connection broke and stands again; what happened between was not seen");
         }

@@ -16,7 +16,7 @@ pub(crate) fn secret() -> Result<String, Failure> {
     let mut bytes = [0_u8; 32];
     let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|error| Failure::new(Status::No, format!("no random numbers: {error}")))?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex::encode(bytes))
 }
 
 /// Makes a directory for its owner only, and those above it, unless they are there.

@@ -5,20 +5,25 @@ use std::time::Duration;
 use dflockd_client::{Client, Guard};
 use serde_json::{Value, json};
 
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status};
-use crate::lock_request::{LockKind, LockRequest};
+use crate::lock_request::{LockKind, LockRequest, Terms};
 use crate::output::{self, Output};
 use crate::signals::Signals;
 use crate::time;
 
+/// How long a lock is held unless a script says otherwise.
+const LEASE: Duration = Duration::from_secs(30);
+
 /// The kinds of locks that scripts can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum KindArg {
-    /// A mutex.
-    Lock,
+    /// A lock with one holder.
+    #[value(alias = "lock")]
+    Mutex,
     /// A slot of a semaphore.
-    Sem,
+    #[value(alias = "sem")]
+    Semaphore,
     /// A read lock.
     Read,
     /// A write lock.
@@ -31,27 +36,28 @@ pub(crate) struct LockArgs {
     /// What to lock.
     key: String,
     /// What kind of lock it is.
-    #[arg(long, value_name = "KIND", default_value = "lock")]
+    #[arg(long, value_name = "KIND", default_value = "mutex")]
     kind: KindArg,
     /// How many may hold the semaphore at a time.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
-    /// Lock for so long; nobody renews it but `dflockctl renew`.
-    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = time::parse_some)]
-    lease: Duration,
+    #[command(flatten)]
+    terms: Terms,
 }
 
 impl LockArgs {
     fn request(self) -> Result<LockRequest, Failure> {
         let kind = match (self.kind, self.limit) {
-            (KindArg::Sem, Some(limit)) => LockKind::Semaphore { limit },
-            (KindArg::Sem, None) => return Err(Failure::usage("--kind sem needs --limit N")),
-            (_, Some(_)) => return Err(Failure::usage("--limit is for --kind sem")),
-            (KindArg::Lock, None) => LockKind::Mutex,
+            (KindArg::Semaphore, Some(limit)) => LockKind::Semaphore { limit },
+            (KindArg::Semaphore, None) => {
+                return Err(Failure::usage("--kind semaphore needs --limit N"));
+            }
+            (_, Some(_)) => return Err(Failure::usage("--limit is for --kind semaphore")),
+            (KindArg::Mutex, None) => LockKind::Mutex,
             (KindArg::Read, None) => LockKind::Read,
             (KindArg::Write, None) => LockKind::Write,
         };
-        Ok(LockRequest { key: self.key, kind, lease: self.lease })
+        Ok(self.terms.request(self.key, kind, LEASE))
     }
 }
 
@@ -66,9 +72,7 @@ pub(crate) struct AcquireArgs {
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     wait: Option<Duration>,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -76,9 +80,7 @@ pub(crate) struct EnqueueArgs {
     #[command(flatten)]
     lock: LockArgs,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -92,9 +94,7 @@ pub(crate) struct WaitArgs {
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     wait: Option<Duration>,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -104,12 +104,10 @@ pub(crate) struct ReleaseArgs {
     /// The token of the hold [variable: DFLOCKD_TOKEN, which others can not see].
     token: Option<String>,
     /// What kind of lock it is.
-    #[arg(long, value_name = "KIND", default_value = "lock")]
+    #[arg(long, value_name = "KIND", default_value = "mutex")]
     kind: KindArg,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -124,7 +122,7 @@ pub(crate) struct RenewArgs {
 /// `acquire`.
 pub(crate) async fn acquire(args: AcquireArgs, outer: &Settings) -> Result<Status, Failure> {
     let request = args.lock.request()?;
-    let connection = args.settings.or(outer).resolve()?;
+    let connection = args.common.settings.or(outer).resolve()?;
     let mut signals = Signals::listen()?;
     let client = signals.connect(connection.connect_for(&request.key)).await?;
     let wait = if args.now { Some(Duration::ZERO) } else { args.wait };
@@ -132,19 +130,19 @@ pub(crate) async fn acquire(args: AcquireArgs, outer: &Settings) -> Result<Statu
     session(&client)?;
     let acquiring = request.acquire(&client, wait.unwrap_or(Duration::MAX));
     let guard = signals.unless_interrupted(&client, acquiring).await??;
-    hand_over(&request, &client, guard, args.output)
+    hand_over(&request, &client, guard, args.common.output)
 }
 
 /// `enqueue`.
 pub(crate) async fn enqueue(args: EnqueueArgs, outer: &Settings) -> Result<Status, Failure> {
     let request = args.lock.request()?;
-    let connection = args.settings.or(outer).resolve()?;
+    let connection = args.common.settings.or(outer).resolve()?;
     let client = connection.connect_for(&request.key).await?;
     let session = session(&client)?;
     let ticket = request.enqueue(&client).await?;
     let state = if ticket.is_granted() { "acquired" } else { "queued" };
     ticket.forget();
-    if args.output.json {
+    if args.common.output.json {
         output::json(&json!({ "key": request.key, "state": state, "session": session }));
     } else {
         output::line(session);
@@ -158,7 +156,7 @@ pub(crate) async fn wait(args: WaitArgs, outer: &Settings) -> Result<Status, Fai
     let session = secret(args.session, "DFLOCKD_SESSION").ok_or_else(|| {
         Failure::usage("name the session that `enqueue` printed with --session or DFLOCKD_SESSION")
     })?;
-    let connection = args.settings.or(outer).resolve()?;
+    let connection = args.common.settings.or(outer).resolve()?;
     let server = connection.server_of(&request.key);
     let mut signals = Signals::listen()?;
     let attaching = connection.builder().server(server).attach(session).connect();
@@ -166,15 +164,15 @@ pub(crate) async fn wait(args: WaitArgs, outer: &Settings) -> Result<Status, Fai
     let ticket = request.ticket(&client)?;
     let waiting = ticket.wait(args.wait.unwrap_or(Duration::MAX));
     let guard = signals.unless_interrupted(&client, waiting).await??;
-    hand_over(&request, &client, guard, args.output)
+    hand_over(&request, &client, guard, args.common.output)
 }
 
 /// `release`.
 pub(crate) async fn release(args: ReleaseArgs, outer: &Settings) -> Result<Status, Failure> {
     let token = token(args.token)?;
-    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
-    client.release_token(args.key.as_bytes(), args.kind == KindArg::Sem, &token).await?;
-    if args.output.json {
+    let (client, json) = args.common.connect(&args.key, outer).await?;
+    client.release_token(args.key.as_bytes(), args.kind == KindArg::Semaphore, &token).await?;
+    if json {
         output::json(&json!({ "key": args.key, "released": true }));
     }
     Ok(Status::Ok)
@@ -184,10 +182,10 @@ pub(crate) async fn release(args: ReleaseArgs, outer: &Settings) -> Result<Statu
 pub(crate) async fn renew(args: RenewArgs, outer: &Settings) -> Result<Status, Failure> {
     let RenewArgs { release: args, lease } = args;
     let token = token(args.token)?;
-    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
-    let (key, semaphore) = (args.key.as_bytes(), args.kind == KindArg::Sem);
+    let (client, json) = args.common.connect(&args.key, outer).await?;
+    let (key, semaphore) = (args.key.as_bytes(), args.kind == KindArg::Semaphore);
     let remaining = client.renew_token(key, semaphore, &token, lease).await?;
-    if args.output.json {
+    if json {
         output::json(&json!({ "key": args.key, "valid_for_ms": millis(remaining) }));
     } else {
         output::line(time::short_duration(remaining));

@@ -5,13 +5,30 @@ use std::time::Duration;
 use dflockd_client::{Client, Error, Guard, Ticket};
 
 use crate::failure::Failure;
+use crate::time;
+
+/// On which terms a lock is asked for, whatever its kind and whoever holds it then.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Terms {
+    /// Lock for so long at a time [default: 10s, renewed while the program runs; `acquire`, `enqueue` and `wait`: 30s,
+    /// which only `dflockctl renew` renews].
+    #[arg(long, value_name = "TIME", value_parser = time::parse_some)]
+    lease: Option<Duration>,
+}
+
+impl Terms {
+    /// A request for a lock; `lease` if none is named.
+    pub(crate) fn request(self, key: String, kind: LockKind, lease: Duration) -> LockRequest {
+        LockRequest { key, kind, lease: self.lease.unwrap_or(lease) }
+    }
+}
 
 /// A lock to be acquired: its key, kind and lease.
 #[derive(Clone, Debug)]
 pub(crate) struct LockRequest {
     pub(crate) key: String,
     pub(crate) kind: LockKind,
-    pub(crate) lease: Duration,
+    lease: Duration,
 }
 
 /// The kinds of locks.

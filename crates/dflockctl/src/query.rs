@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status, complain};
 use crate::operator::Cluster;
-use crate::output::{self, Output, Paint, Table, clean};
+use crate::output::{self, Paint, Table, clean};
 use crate::stats::{Answer, Holder, ServerClients, ServerStats};
 use crate::time;
 
@@ -26,9 +26,7 @@ pub(crate) struct LsArgs {
     #[arg(long, value_name = "KEY")]
     after: Option<String>,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -36,17 +34,13 @@ pub(crate) struct ShowArgs {
     /// Which key.
     key: String,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 #[derive(Debug, clap::Args)]
@@ -58,9 +52,7 @@ pub(crate) struct PingArgs {
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = time::parse)]
     interval: Duration,
     #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
+    common: Common,
 }
 
 /// `ls`.
@@ -70,11 +62,11 @@ pub(crate) async fn ls(args: LsArgs, outer: &Settings) -> Result<Status, Failure
             "the protocol can not ask for the prefix _ alone; list all keys",
         ));
     }
-    let client = args.settings.or(outer).resolve()?.connect().await?;
+    let client = args.common.settings.or(outer).resolve()?.connect().await?;
     let limit = args.limit as usize;
     let after = args.after.as_deref().map(str::as_bytes);
     let keys = client.keys(args.prefix.as_bytes(), limit, after).await?;
-    if args.output.json {
+    if args.common.output.json {
         output::json(&Value::Array(keys));
         return Ok(Status::Ok);
     }
@@ -97,9 +89,9 @@ pub(crate) async fn ls(args: LsArgs, outer: &Settings) -> Result<Status, Failure
 
 /// `show`.
 pub(crate) async fn show(args: ShowArgs, outer: &Settings) -> Result<Status, Failure> {
-    let client = args.settings.or(outer).resolve()?.connect_for(&args.key).await?;
+    let (client, json) = args.common.connect(&args.key, outer).await?;
     let Some(inspected) = client.inspect(args.key.as_bytes()).await? else {
-        if args.output.json {
+        if json {
             output::json(&Value::Null);
         }
         let key = clean(&args.key);
@@ -108,7 +100,7 @@ pub(crate) async fn show(args: ShowArgs, outer: &Settings) -> Result<Status, Fai
             format!("nothing is known of {key}; try `dflockctl ls`"),
         ));
     };
-    if args.output.json {
+    if json {
         output::json(&inspected);
         return Ok(Status::Ok);
     }
@@ -198,12 +190,12 @@ fn text(value: &Value, name: &str) -> String {
 
 /// `status`.
 pub(crate) async fn status(args: StatusArgs, outer: &Settings) -> Result<Status, Failure> {
-    let settings = args.settings.or(outer);
+    let settings = args.common.settings.or(outer);
     let connection = settings.clone().resolve()?;
     let mut clients = ServerClients::new(&connection);
     let answers = clients.stats(&connection).await;
     let members = Cluster::read_only(settings.resolve()?);
-    if args.output.json {
+    if args.common.output.json {
         output::json(&answers.iter().map(status_json).collect());
     } else {
         let mut table = Table::new(&["SERVER", "STATE", "CONNECTIONS", "HELD", "WAITING", "KEYS"]);
@@ -287,7 +279,7 @@ fn status_json((server, stats): &Answer) -> Value {
 
 /// `ping`.
 pub(crate) async fn ping(args: PingArgs, outer: &Settings) -> Result<Status, Failure> {
-    let connection = args.settings.or(outer).resolve()?;
+    let connection = args.common.settings.or(outer).resolve()?;
     let mut clients = ServerClients::new(&connection);
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); clients.servers.len()];
     let mut last_error = None;
@@ -307,14 +299,14 @@ pub(crate) async fn ping(args: PingArgs, outer: &Settings) -> Result<Status, Fai
             match asked {
                 Ok(took) => {
                     times.push(took);
-                    if args.output.json {
+                    if args.common.output.json {
                         output::json(&json!({ "server": server, "ms": millis(took) }));
                     } else {
                         output::line(format!("{server}: {:.3} ms", millis(took)));
                     }
                 }
                 Err(error) => {
-                    if args.output.json {
+                    if args.common.output.json {
                         output::json(&json!({ "server": server, "error": error.to_string() }));
                     } else {
                         output::line(format!("{server}: {error}"));
@@ -324,7 +316,7 @@ pub(crate) async fn ping(args: PingArgs, outer: &Settings) -> Result<Status, Fai
             }
         }
     }
-    if args.count > 1 && !args.output.json {
+    if args.count > 1 && !args.common.output.json {
         for ((server, _), times) in clients.servers.iter().zip(&mut times) {
             times.sort();
             let [Some(min), Some(max)] = [times.first(), times.last()] else { continue };

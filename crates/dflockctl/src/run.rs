@@ -15,7 +15,7 @@ use tokio::process::{Child, Command};
 use crate::connect::{Connection, Settings};
 use crate::escalation::{Escalation, OnLost, Step};
 use crate::failure::{Failure, Status, complain};
-use crate::lock_request::{LockKind, LockRequest};
+use crate::lock_request::{LockKind, LockRequest, Terms};
 use crate::output::clean;
 use crate::process_tree::ProcessTree;
 use crate::signals::Signals;
@@ -29,6 +29,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const INSPECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Waits that are over sooner are not worth a word.
 const SHOW_AFTER: Duration = Duration::from_millis(300);
+
+/// How long a lock lasts at a time, unless it is said otherwise.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// A program under a lock.
 #[derive(Debug, clap::Args)]
@@ -63,9 +66,8 @@ pub(crate) struct WaitArgs {
     /// Wait so long at most, then end with status 75; for ever if not given.
     #[arg(long, value_name = "TIME", value_parser = time::parse)]
     wait: Option<Duration>,
-    /// Lock for so long at a time; renewed while the program runs.
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time::parse_some)]
-    lease: Duration,
+    #[command(flatten)]
+    terms: Terms,
     /// What to do with the program when the lock is lost.
     #[arg(long, value_name = "WHAT", default_value = "term")]
     on_lost: OnLost,
@@ -76,7 +78,7 @@ pub(crate) async fn run(kind: LockKind, args: Args, outer: &Settings) -> Result<
     let Args { key, options, settings, program } = args;
     let mut signals = Signals::listen()?;
     let connection = settings.or(outer).resolve()?;
-    let request = LockRequest { key, kind, lease: options.lease };
+    let request = options.terms.request(key, kind, LEASE);
 
     let client = signals.connect(connection.connect_for(&request.key)).await?;
     let wait = if options.now { Some(Duration::ZERO) } else { options.wait };

@@ -5,20 +5,11 @@ use std::time::Duration;
 use clap::Subcommand;
 use serde_json::json;
 
-use crate::connect::Settings;
+use crate::connect::{Common, Settings};
 use crate::failure::{Failure, Status};
-use crate::output::{self, Output};
+use crate::output;
 use crate::signals::Signals;
 use crate::time;
-
-/// What all of them have.
-#[derive(Debug, clap::Args)]
-pub(crate) struct Common {
-    #[command(flatten)]
-    output: Output,
-    #[command(flatten)]
-    settings: Settings,
-}
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum KvVerb {
@@ -148,17 +139,6 @@ pub(crate) struct BarrierArgs {
     wait: Option<Duration>,
     #[command(flatten)]
     common: Common,
-}
-
-impl Common {
-    async fn connect(
-        self,
-        key: &str,
-        outer: &Settings,
-    ) -> Result<(dflockd_client::Client, bool), Failure> {
-        let client = self.settings.or(outer).resolve()?.connect_for(key).await?;
-        Ok((client, self.output.json))
-    }
 }
 
 /// `kv`.
