@@ -1,6 +1,6 @@
 //! Every command, declared once, with what is true of it: its number and fields in the log, its name, when it is
 //! refused under load, whether a repeated request gets the first answer again, who may send it, and which of its fields
-//! is the key, the wait and the lease.
+//! is the key, the wait, the lease and the salt.
 //!
 //! Chance (salts) and time come in with the command; keys and values are borrowed from wherever they were read.
 //!
@@ -9,7 +9,7 @@
 //!
 //! ```text
 //! /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) gives(true)] {
+//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)] {
 //!     /// How the lock is asked for.
 //!     mode: Mode,
 //!     ...
@@ -92,7 +92,7 @@ macro_rules! commands {
             $(#[$client_doc:meta])*
             $client_number:literal $client:ident $(<$client_life:lifetime>)? $client_name:literal
                 [$client_urgency:ident $client_repeat:ident $client_right:ident $(key($key:ident))?
-                    $(wait($wait:ident))? $(lease($lease:ident))? $(gives($gives:literal))?]
+                    $(wait($wait:ident))? $(lease($lease:ident))? $(salt($salt:ident))? $(gives($gives:ident))?]
                 $client_fields:tt
         )* }
         session { $(
@@ -216,6 +216,16 @@ macro_rules! commands {
                 }
             }
 
+            /// Whether its answer may come later by its own will.
+            #[must_use]
+            pub fn may_wait(&self) -> bool {
+                match self {
+                    $(Self::$client(_command) => false $(|| AsWait::may_wait(_command.$wait))?,)*
+                    $(Self::$session(_) => false,)*
+                    $(Self::$engine { .. } => false,)*
+                }
+            }
+
             /// Makes the wait shorter by the time that went by before the command was asked for.
             pub fn shorten_wait(&mut self, by: Span) {
                 match self {
@@ -235,13 +245,33 @@ macro_rules! commands {
                 }
             }
 
-            /// Whether its answer may give something away: see [`Outcome::gives`].
-            #[must_use]
-            pub fn may_give(&self) -> bool {
+            /// Asks for this lease where the command asks for the default.
+            pub fn set_default_lease(&mut self, lease: Span) {
                 match self {
-                    $(Self::$client(_) => false $(|| $gives)?,)*
-                    $(Self::$session(_) => false,)*
-                    $(Self::$engine { .. } => false,)*
+                    $(Self::$client(_command) => { $(_command.$lease = _command.$lease.or(Some(lease));)? })*
+                    $(Self::$session(_) => {})*
+                    $(Self::$engine { .. } => {})*
+                }
+            }
+
+            /// Draws the random bits of the token that the command may give away. Who asks for a lock does not.
+            #[inline]
+            pub fn draw_salt(&mut self, _draw: impl FnOnce() -> u64) {
+                match self {
+                    $(Self::$client(_command) => { $(_command.$salt = _draw();)? })*
+                    $(Self::$session(_) => {})*
+                    $(Self::$engine { .. } => {})*
+                }
+            }
+
+            /// What its answer may give away: see [`Outcome::gives`].
+            #[must_use]
+            #[inline]
+            pub fn gift(&self) -> Option<Gift> {
+                match self {
+                    $(Self::$client(_command) => None $(.or(Some(Gift::$gives(_command.given()))))?,)*
+                    $(Self::$session(_) => None,)*
+                    $(Self::$engine { .. } => None,)*
                 }
             }
 
@@ -281,31 +311,31 @@ macro_rules! commands {
 commands! {
     client {
         /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) gives(true)] {
+        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)] {
             /// How the lock is asked for.
             mode: Mode,
             /// How long to queue.
             wait: Span,
             /// The lease of the hold; the default lease if none.
             lease: Option<Span>,
-            /// Random bits of the token.
+            /// Random bits of the token: see [`Command::draw_salt`].
             salt: u64,
             /// The lock.
             key: &'a [u8],
         }
         /// Asks for a lock and takes a place in the queue without waiting for the grant.
-        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) gives(true)] {
+        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) salt(salt) gives(Lock)] {
             /// How the lock is asked for; elections have no two-phase form.
             mode: Mode,
             /// The lease of the hold; the default lease if none.
             lease: Option<Span>,
-            /// Random bits of the token.
+            /// Random bits of the token: see [`Command::draw_salt`].
             salt: u64,
             /// The lock.
             key: &'a [u8],
         }
         /// Waits for the grant of an earlier [`Enqueue`] of the same session and key.
-        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(true)] {
+        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(Lock)] {
             /// Where the lock lives.
             space: Space,
             /// How long to wait.
@@ -395,7 +425,7 @@ commands! {
             value: &'a [u8],
         }
         /// Takes an item from one end of a list.
-        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(true)] {
+        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(Item)] {
             /// Which end.
             end: End,
             /// How long to wait for an item. `None` = a plain pop; `Some(zero)` = a blocking pop that only tries
@@ -538,15 +568,56 @@ pub enum Right {
     Administer,
 }
 
+/// What a command may give away, and where it is given back to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gift {
+    /// A hold of the lock with the command's key.
+    Lock(Space),
+    /// An item of the list with the command's key.
+    Item(End),
+}
+
+/// Where what a command gives away comes from.
+trait Gives {
+    type From;
+    fn given(&self) -> Self::From;
+}
+
+macro_rules! gives {
+    ($($command:ident: $from:ty = |$it:ident| $given:expr;)*) => {
+        $(impl Gives for $command<'_> {
+            type From = $from;
+
+            #[inline]
+            fn given(&self) -> $from {
+                let $it = self;
+                $given
+            }
+        })*
+    };
+}
+
+gives! {
+    Acquire: Space = |acquire| acquire.mode.space();
+    Enqueue: Space = |enqueue| enqueue.mode.space();
+    Wait: Space = |wait| wait.space;
+    Pop: End = |pop| pop.end;
+}
+
 /// The field that says how long a command waits.
 trait AsWait: Copy {
     fn wait(self) -> Span;
+    fn may_wait(self) -> bool;
     fn shorten(&mut self, by: Span);
 }
 
 impl AsWait for Span {
     fn wait(self) -> Span {
         self
+    }
+
+    fn may_wait(self) -> bool {
+        true
     }
 
     fn shorten(&mut self, by: Span) {
@@ -557,6 +628,10 @@ impl AsWait for Span {
 impl AsWait for Option<Span> {
     fn wait(self) -> Span {
         self.unwrap_or(Span::ZERO)
+    }
+
+    fn may_wait(self) -> bool {
+        self.is_some()
     }
 
     fn shorten(&mut self, by: Span) {
@@ -694,12 +769,24 @@ mod tests {
     #[test]
     fn properties() {
         let mut pop = Command::from(Pop { end: End::Left, wait: None, key: b"k" });
-        assert_eq!((pop.wait(), pop.key(), pop.may_give()), (Span::ZERO, Some(&b"k"[..]), true));
+        assert_eq!((pop.wait(), pop.key()), (Span::ZERO, Some(&b"k"[..])));
+        assert!(!pop.may_wait());
+        assert_eq!(pop.gift(), Some(Gift::Item(End::Left)));
         pop.shorten_wait(Span::from_secs(1));
         assert_eq!(pop, Pop { end: End::Left, wait: None, key: b"k" }.into());
         let mut wait = Command::from(BarrierWait { count: 2, wait: Span(5), key: b"b" });
         wait.shorten_wait(Span(2));
-        assert_eq!((wait.wait(), wait.lease(), wait.may_give()), (Span(3), None, false));
+        assert_eq!((wait.wait(), wait.lease(), wait.gift()), (Span(3), None, None));
+        assert!(wait.may_wait());
+        let mut enqueue =
+            Command::from(Enqueue { mode: Mode::Read, lease: None, salt: 0, key: b"k" });
+        assert_eq!(enqueue.gift(), Some(Gift::Lock(Space::Locks)));
+        enqueue.draw_salt(|| 7);
+        for lease in [Span(8), Span(9)] {
+            enqueue.set_default_lease(lease);
+        }
+        let drawn = Enqueue { mode: Mode::Read, lease: Some(Span(8)), salt: 7, key: b"k" };
+        assert_eq!(enqueue, drawn.into());
         let force = ForceRelease { space: Space::Locks, fence: Fence(1), key: b"k" };
         assert_eq!(Command::from(force).right(), Right::Administer);
         let renew = Renew {

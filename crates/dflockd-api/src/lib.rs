@@ -21,12 +21,13 @@ mod refusal;
 mod types;
 
 pub use command::{
-    Caller, Command, CommandKind, Expect, OwnedCommand, Query, Right, Subscription, Urgency,
+    Caller, Command, CommandKind, Expect, Gift, OwnedCommand, Query, Right, Subscription, Urgency,
 };
 pub use error_code::{Advice, ERROR_CODES, ErrorCode, ErrorSpec};
-pub use outcome::{Grant, Outcome};
+pub use outcome::{Given, Grant, Outcome};
 pub use push::{Change, Event, LeaderEvent, LostReason, Push};
 pub use refusal::{GrpcCode, REFUSALS, RETRY_AFTER_MS, Refusal, RefusalSpec};
 pub use types::{
     Bytes, End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
+    TokenText,
 };

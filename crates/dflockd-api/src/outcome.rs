@@ -65,7 +65,7 @@ pub enum Outcome {
     Entry {
         /// What it holds.
         value: Bytes,
-        /// Of its last change.
+        /// The revision of its last change.
         revision: Revision,
     },
     /// The first of the items of a list that were asked for, because all of them are too much for one answer
@@ -73,12 +73,38 @@ pub enum Outcome {
     Part(Vec<Bytes>),
 }
 
+/// What an outcome gives away, which is taken back if the answer can not be told.
+#[derive(Clone, Copy, Debug)]
+pub enum Given<'a> {
+    /// The hold of [`Outcome::Granted`].
+    Granted(&'a Grant),
+    /// The hold of [`Outcome::Acquired`].
+    Acquired(&'a Grant),
+    /// The item of [`Outcome::Popped`].
+    Popped {
+        /// The list.
+        key: &'a Bytes,
+        /// The end it came from.
+        end: End,
+        /// The item.
+        value: &'a Bytes,
+    },
+}
+
 impl Outcome {
     /// Whether it gives something away that is taken back if the answer can not be told.
     #[must_use]
     pub fn gives(&self) -> bool {
+        self.given().is_some()
+    }
+
+    /// What it gives away.
+    #[must_use]
+    pub fn given(&self) -> Option<Given<'_>> {
         match self {
-            Self::Granted(_) | Self::Acquired(_) | Self::Popped { .. } => true,
+            Self::Granted(grant) => Some(Given::Granted(grant)),
+            Self::Acquired(grant) => Some(Given::Acquired(grant)),
+            Self::Popped { key, end, value } => Some(Given::Popped { key, end: *end, value }),
             Self::Done
             | Self::Queued
             | Self::Renewed { .. }
@@ -92,7 +118,7 @@ impl Outcome {
             | Self::Part(_)
             | Self::Compacted(_)
             | Self::Entry { .. }
-            | Self::Refused(_) => false,
+            | Self::Refused(_) => None,
         }
     }
 }

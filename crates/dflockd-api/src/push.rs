@@ -45,46 +45,78 @@ pub struct Change {
     pub key: Bytes,
 }
 
-/// What can happen to a key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[expect(missing_docs, reason = "the names of the wire protocol")]
-pub enum Event {
-    Acquire,
-    Release,
-    Elect,
-    Resign,
-    Incr,
-    Decr,
-    Cset,
-    Kset,
-    Kdel,
-    Kcas,
-    Lpush,
-    Rpush,
-    Lpop,
-    Rpop,
-    Blpop,
-    Brpop,
+/// Enums whose variants have a name on every API.
+macro_rules! named {
+    ($(
+        $(#[$doc:meta])*
+        $enum:ident { $($(#[$variant_doc:meta])* $variant:ident $name:literal)* }
+    )*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+            pub enum $enum {
+                $($(#[$variant_doc])* $variant,)*
+            }
+
+            impl $enum {
+                /// Its name on lines, over HTTP and for people.
+                #[must_use]
+                pub const fn name(self) -> &'static str {
+                    match self {
+                        $(Self::$variant => $name,)*
+                    }
+                }
+
+                /// The one with this name.
+                #[must_use]
+                pub fn parse(name: &str) -> Option<Self> {
+                    match name {
+                        $($name => Some(Self::$variant),)*
+                        _ => None,
+                    }
+                }
+            }
+        )*
+    };
 }
 
-/// What can happen to a leader.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LeaderEvent {
-    /// Somebody leads.
-    Elected,
-    /// The leader gave up.
-    Resigned,
-    /// A queued one takes over.
-    Failover,
-}
-
-/// Why a hold ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LostReason {
-    /// Its lease ran out.
-    Expired,
-    /// An operator ended it.
-    Forced,
-    /// Its session ended.
-    Session,
+named! {
+    /// What can happen to a key.
+    #[expect(missing_docs, reason = "the names of the wire protocol")]
+    Event {
+        Acquire "acquire"
+        Release "release"
+        Elect "elect"
+        Resign "resign"
+        Incr "incr"
+        Decr "decr"
+        Cset "cset"
+        Kset "kset"
+        Kdel "kdel"
+        Kcas "kcas"
+        Lpush "lpush"
+        Rpush "rpush"
+        Lpop "lpop"
+        Rpop "rpop"
+        Blpop "blpop"
+        Brpop "brpop"
+    }
+    /// What can happen to a leader.
+    LeaderEvent {
+        /// Somebody leads.
+        Elected "elected"
+        /// The leader gave up.
+        Resigned "resigned"
+        /// A queued one takes over.
+        Failover "failover"
+    }
+    /// Why a hold ended.
+    LostReason {
+        /// Its lease ran out.
+        Expired "expired"
+        /// An operator ended it.
+        Forced "forced"
+        /// Its session ended.
+        Session "session"
+    }
 }

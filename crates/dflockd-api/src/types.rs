@@ -52,6 +52,12 @@ impl Span {
     }
 }
 
+impl From<Span> for Duration {
+    fn from(span: Span) -> Self {
+        Self::from_nanos(span.0)
+    }
+}
+
 impl From<Duration> for Span {
     fn from(duration: Duration) -> Self {
         Self(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
@@ -88,12 +94,71 @@ pub struct Fence(pub u64);
 pub struct Revision(pub u64);
 
 /// The credential of a hold: its fence and eight random bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+///
+/// Whoever presents it may release the hold, so `Debug` shows the fence only.
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Token {
     /// The number of the grant.
     pub fence: Fence,
     /// What makes the token hard to guess.
     pub salt: u64,
+}
+
+impl Token {
+    /// A token of no hold: fences begin with 1. Texts that are no tokens are read as this one.
+    pub const NONE: Self = Self { fence: Fence(0), salt: 0 };
+
+    /// The token that stands in `text`, if it is a well-formed one.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let (fence, salt) = text.split_at_checked(16)?;
+        Some(Self { fence: Fence(parse_hex(fence)?), salt: parse_hex(salt)? })
+    }
+
+    /// Its text.
+    #[must_use]
+    pub fn text(self) -> TokenText {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let mut text = [0; 32];
+        let bytes = self.fence.0.to_be_bytes().into_iter().chain(self.salt.to_be_bytes());
+        for (pair, byte) in text.chunks_exact_mut(2).zip(bytes) {
+            pair[0] = DIGITS[usize::from(byte >> 4)];
+            pair[1] = DIGITS[usize::from(byte & 15)];
+        }
+        TokenText(text)
+    }
+}
+
+/// Exactly 16 lowercase hexadecimal digits.
+fn parse_hex(digits: &[u8]) -> Option<u64> {
+    let digits: &[u8; 16] = digits.try_into().ok()?;
+    let mut number = 0;
+    for byte in digits {
+        let digit = match byte {
+            b'0'..=b'9' => byte - b'0',
+            b'a'..=b'f' => byte - b'a' + 10,
+            _ => return None,
+        };
+        number = number << 4 | u64::from(digit);
+    }
+    Some(number)
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Token(fence {})", self.fence.0)
+    }
+}
+
+/// The text of a [`Token`] on every API: 32 lowercase hexadecimal digits, the first 16 of them the fence.
+pub struct TokenText([u8; 32]);
+
+impl Deref for TokenText {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        core::str::from_utf8(&self.0).unwrap_or_default()
+    }
 }
 
 /// A key, value, item, channel or payload: any bytes, cheap to share.
@@ -177,4 +242,29 @@ pub enum End {
     Left,
     /// The last index.
     Right,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::format;
+
+    use super::*;
+
+    #[test]
+    fn tokens_are_hexadecimal() {
+        let token = Token { fence: Fence(42), salt: 0x0123_4567_89ab_cdef };
+        let text = "000000000000002a0123456789abcdef";
+        assert_eq!((&*token.text(), Token::parse(text.as_bytes())), (text, Some(token)));
+        assert_eq!(format!("{token:?}"), "Token(fence 42)");
+        assert_eq!(&*Token::NONE.text(), "0".repeat(32));
+        for bad in [
+            "",
+            "2a",
+            "000000000000002A0123456789abcdef",
+            "000000000000002a0123456789abcdef0",
+            "+0000000000000020123456789abcdef",
+        ] {
+            assert_eq!(Token::parse(bad.as_bytes()), None, "{bad}");
+        }
+    }
 }

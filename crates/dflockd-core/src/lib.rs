@@ -41,7 +41,7 @@ mod tests;
 
 pub use dflockd_api::*;
 pub use effect::{Effect, Group};
-pub use limits::{Limits, LimitsV2};
+pub use limits::{KEPT_FOR, Limits, LimitsV2};
 pub use list::RANGE_BYTES_MAX;
 pub use pattern::{
     Separators, is_literal, is_valid as pattern_is_valid, matches as pattern_matches,

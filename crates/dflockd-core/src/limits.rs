@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::pattern::Separators;
 
+/// How long a kept session waits for a new connection at least.
+pub const KEPT_FOR: Span = Span::from_secs(10);
+
 /// Every bound and every switch that [`Store::apply`](crate::Store::apply) looks at. 0 means unlimited
 /// where a field says so.
 ///
@@ -127,7 +130,7 @@ impl Limits {
         }
     }
 
-    /// The same limits of version 1 with these of version 2.
+    /// These limits, with those that only version 2 writes exchanged for `v2`.
     #[must_use]
     pub fn with_v2(self, v2: LimitsV2) -> Self {
         Self {

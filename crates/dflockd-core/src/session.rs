@@ -8,7 +8,8 @@ use core::ops::Deref;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use dflockd_api::{
-    Bytes, Caller, Command, LostReason, Outcome, Refusal, RequestId, SessionId, Space, Timestamp,
+    Bytes, Caller, Command, Given, LostReason, Outcome, Refusal, RequestId, SessionId, Space,
+    Timestamp,
 };
 use serde::{Deserialize, Serialize};
 
@@ -446,27 +447,14 @@ impl Store {
 
     /// Takes back what could not be delivered.
     pub(crate) fn undo(&mut self, outcome: &Outcome, effects: &mut Vec<Effect>) {
-        match outcome {
-            Outcome::Granted(grant) | Outcome::Acquired(grant) => {
+        match outcome.given() {
+            Some(Given::Granted(grant) | Given::Acquired(grant)) => {
                 self.undo_grant(grant.token, effects);
             }
-            Outcome::Popped { key, end, value } => {
-                self.undo_pop(key, *end, value.clone(), effects);
+            Some(Given::Popped { key, end, value }) => {
+                self.undo_pop(key, end, value.clone(), effects);
             }
-            Outcome::Done
-            | Outcome::Queued
-            | Outcome::Renewed { .. }
-            | Outcome::Timeout
-            | Outcome::Empty
-            | Outcome::Conflict
-            | Outcome::Number(_)
-            | Outcome::Value(_)
-            | Outcome::Written(_)
-            | Outcome::Items(_)
-            | Outcome::Part(_)
-            | Outcome::Compacted(_)
-            | Outcome::Entry { .. }
-            | Outcome::Refused(_) => {}
+            None => {}
         }
     }
 

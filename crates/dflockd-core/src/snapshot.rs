@@ -61,9 +61,8 @@ impl fmt::Display for SnapshotError {
 
 impl core::error::Error for SnapshotError {}
 
-/// What comes before the locks. They are not part of any structure here: there can be millions, so they are
-/// written and read
-/// one by one.
+/// What comes before the locks. They are not part of any structure here: there can be millions, so they are written and
+/// read one by one.
 #[derive(Serialize, Deserialize)]
 struct Head {
     limits: Limits,
@@ -128,18 +127,35 @@ struct SessionData {
 
 impl From<&Claim> for ClaimData {
     fn from(claim: &Claim) -> Self {
+        // Every field is named: one that is added must not be forgotten here.
+        let &Claim {
+            lock: _,
+            session,
+            exclusive,
+            election,
+            salt,
+            lease,
+            since,
+            request,
+            enqueued,
+            timer,
+            hold,
+            orphaned,
+            lock_links: _,
+            session_links: _,
+        } = claim;
         Self {
-            session: claim.session,
-            exclusive: claim.exclusive,
-            election: claim.election,
-            salt: claim.salt,
-            lease: claim.lease,
-            since: claim.since,
-            request: claim.request,
-            enqueued: claim.enqueued,
-            timer: claim.timer,
-            hold: claim.hold,
-            orphaned: claim.orphaned,
+            session,
+            exclusive,
+            election,
+            salt,
+            lease,
+            since,
+            request,
+            enqueued,
+            timer,
+            hold,
+            orphaned,
         }
     }
 }
@@ -236,16 +252,29 @@ impl Store {
         let claims = |chain: &Chain<0>| {
             chain.iter(&self.locks.claims).map(|(_, claim)| claim.into()).collect()
         };
+        let Lock {
+            key,
+            space,
+            kind,
+            holders,
+            queue,
+            writer: _,
+            last_fence,
+            expired,
+            revision,
+            idle_since,
+            idle_links: _,
+        } = lock;
         LockData {
-            space: lock.space,
-            key: lock.key.clone(),
-            kind: lock.kind,
-            last_fence: lock.last_fence,
-            expired: lock.expired,
-            revision: lock.revision,
-            idle_since: lock.idle_since,
-            holders: claims(&lock.holders),
-            queue: claims(&lock.queue),
+            space: *space,
+            key: key.clone(),
+            kind: *kind,
+            last_fence: *last_fence,
+            expired: *expired,
+            revision: *revision,
+            idle_since: *idle_since,
+            holders: claims(holders),
+            queue: claims(queue),
         }
     }
 

@@ -31,13 +31,13 @@ impl Primitive {
     pub const ALL: [Self; 5] =
         [Self::Mutex, Self::Election, Self::Semaphore, Self::Read, Self::Write];
 
-    /// Its name for people.
+    /// Its name for people: that of the kind of lock, but for what the kind does not tell apart.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::Mutex => "mutex",
+            Self::Mutex => KeyKind::Mutex.name(),
             Self::Election => "election",
-            Self::Semaphore => "semaphore",
+            Self::Semaphore => KeyKind::Semaphore.name(),
             Self::Read => "read",
             Self::Write => "write",
         }

@@ -41,7 +41,7 @@ pub struct LockView {
     pub queue: Vec<WaiterView>,
     /// For how long nobody has held or wanted it.
     pub idle: Option<Span>,
-    /// Of its last change.
+    /// The revision of its last change.
     pub revision: Revision,
 }
 
@@ -157,6 +157,20 @@ pub enum KeyView {
     Kv(KvView),
     List(ListView),
     Barrier(BarrierView),
+}
+
+impl KeyView {
+    /// What the key is here.
+    #[must_use]
+    pub fn kind(&self) -> KeyKind {
+        match self {
+            Self::Lock(lock) => KeyKind::of_lock(lock.space, lock.kind),
+            Self::Counter(_) => KeyKind::Counter,
+            Self::Kv(_) => KeyKind::Kv,
+            Self::List(_) => KeyKind::List,
+            Self::Barrier(_) => KeyKind::Barrier,
+        }
+    }
 }
 
 /// The kind of a listed key.

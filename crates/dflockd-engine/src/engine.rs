@@ -112,15 +112,17 @@ impl Engine {
         }
     }
 
-    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`.
+    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`. The salt of
+    /// a token is drawn here, for all APIs.
     pub fn submit(
         &self,
         by: &Attachment,
         request: RequestId,
         keep: bool,
-        command: Command<'_>,
+        mut command: Command<'_>,
         flushes: &mut PendingFlushes,
     ) -> Submitted {
+        command.draw_salt(rand::random);
         match self {
             Self::Memory(memory) => memory.submit(by, request, keep, command, flushes),
             Self::Replicated(member) => member.submit(by, request, keep, command),

@@ -14,7 +14,7 @@ use crate::replica::{Replica, Status};
 
 /// What [`Status::role`] says of a leader.
 const LEADER: &str = "leader";
-/// And of one that stands for election.
+/// What [`Status::role`] says of a member that stands for election.
 const CANDIDATE: &str = "candidate";
 /// How often lags are looked at.
 const LAGS_EVERY: Span = Span::from_millis(100);

@@ -39,8 +39,8 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use dflockd_core::{
-    Bytes, Caller, Change, Command, Contention, Effect, Idle, KeyView, Limits, Listed, LockPage,
-    LockView, Outcome, Push, Query, Refusal, RequestId, Revision, Separators, SessionId,
+    Bytes, Caller, Change, Command, Contention, Effect, Idle, KEPT_FOR, KeyView, Limits, Listed,
+    LockPage, LockView, Outcome, Push, Query, Refusal, RequestId, Revision, Separators, SessionId,
     SessionView, Shared, SharedWatches, Span, Store, Subscription, Survey, Tally, Timestamp,
     Usages, WatchIndex, command, is_literal,
 };
@@ -59,9 +59,6 @@ use crate::router::{
 const KEY_SHARDS: usize = 64;
 /// The shard of signals and of subscription records.
 const COMMON: usize = KEY_SHARDS;
-
-/// How long a kept session waits for a new connection at least.
-const KEPT_FOR: Span = Span::from_secs(10);
 
 /// How to run an engine.
 pub struct Options {
@@ -935,22 +932,7 @@ impl Memory {
                     aftermath.laden.push(Arc::clone(&session));
                 }
                 let state = session.state.lock();
-                let told = match &state.sink {
-                    Some(sink) => match sink.reply(request, outcome.clone()) {
-                        Pushed::First | Pushed::Urgent => {
-                            flushes.add(sink);
-                            true
-                        }
-                        Pushed::Behind => true,
-                        Pushed::Full => {
-                            sink.overflow();
-                            flushes.add(sink);
-                            false
-                        }
-                        Pushed::Gone => false,
-                    },
-                    None => false,
-                };
+                let told = state.deliver(request, &outcome, flushes);
                 // A kept session gets its answer when it repeats the request.
                 let can_ask_again = state.secret.is_some() && request.is_repeatable();
                 if !told && !can_ask_again {
@@ -1160,5 +1142,28 @@ mod tests {
             assert!(matches!(lock(&format!("new{number}")), Submitted::Done(Outcome::Granted(_))));
         }
         assert_eq!(lock("one-more"), Submitted::Done(Outcome::Refused(Refusal::MaxLocks)));
+    }
+
+    /// GUARANTEES 4: no API says what the random part of a token is, and it is never the same.
+    #[test]
+    fn the_engine_draws_salts() {
+        let engine = Engine::Memory(engine(Limits::default()));
+        let client = engine.open(Arc::new(Nobody), "".into());
+        let mut salts = std::collections::BTreeSet::new();
+        for number in 0..8 {
+            let (mode, key) = (dflockd_core::Mode::Read, &b"k"[..]);
+            let acquire = command::Acquire { mode, wait: Span::ZERO, lease: None, salt: 0, key };
+            let enqueue = command::Enqueue { mode, lease: None, salt: 0, key: b"e" };
+            let command = if number < 7 { acquire.into() } else { enqueue.into() };
+            let mut flushes = PendingFlushes::new();
+            let id = RequestId(number + 1);
+            let Submitted::Done(Outcome::Granted(grant) | Outcome::Acquired(grant)) =
+                engine.submit(&client, id, false, command, &mut flushes)
+            else {
+                panic!("the lock is free for readers")
+            };
+            salts.insert(grant.token.salt);
+        }
+        assert!(salts.len() == 8 && !salts.contains(&0), "{salts:?}");
     }
 }

@@ -1105,24 +1105,7 @@ impl Replicated {
         if let Outcome::Refused(Refusal::Unavailable | Refusal::Forgotten) = outcome {
             self.gauges.proposals_failed.fetch_add(1, Ordering::Relaxed);
         }
-        let state = session.state.lock();
-        let told = match &state.sink {
-            Some(sink) => match sink.reply(request, outcome.clone()) {
-                Pushed::First | Pushed::Urgent => {
-                    flushes.add(sink);
-                    true
-                }
-                Pushed::Behind => true,
-                Pushed::Full => {
-                    sink.overflow();
-                    flushes.add(sink);
-                    false
-                }
-                Pushed::Gone => false,
-            },
-            None => false,
-        };
-        drop(state);
+        let told = session.state.lock().deliver(request, &outcome, flushes);
         if !told && undo {
             self.undo(&outcome);
         }

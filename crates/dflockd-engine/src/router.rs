@@ -21,11 +21,11 @@ pub trait Sink: Send + Sync {
     fn overflow(&self);
     /// The session is no longer this sink's: finish what is written and close.
     fn close(&self);
-    /// The same because another connection has taken the session over.
+    /// Closes the sink because another connection has taken the session over.
     fn hand_over(&self) {
         self.close();
     }
-    /// The same because this node was out of touch with the others: nobody else has taken the session over.
+    /// Closes the sink because this node was out of touch with the others: nobody else has taken the session over.
     fn cut(&self) {
         self.close();
     }
@@ -50,6 +50,20 @@ pub enum Api {
     Http,
     /// gRPC.
     Grpc,
+}
+
+impl Api {
+    /// All of them, in the order of their discriminants.
+    pub const ALL: [Self; 3] = [Self::Line, Self::Http, Self::Grpc];
+
+    /// Its name in labels of metrics, lists of sessions and records of operators.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Line => "line",
+            Self::Http => "http",
+            Self::Grpc => "grpc",
+        }
+    }
 }
 
 /// What became of something handed to a sink.
@@ -133,6 +147,31 @@ pub(crate) struct State {
     pub(crate) secret: Option<SessionSecret>,
     /// The session that this one's connection is to have instead, until it takes it.
     pub(crate) attached: Option<Attachment>,
+}
+
+impl State {
+    /// Leaves an answer for the connection of the session; false if nobody can be told.
+    pub(crate) fn deliver(
+        &self,
+        request: RequestId,
+        outcome: &Outcome,
+        flushes: &mut PendingFlushes,
+    ) -> bool {
+        let Some(sink) = &self.sink else { return false };
+        match sink.reply(request, outcome.clone()) {
+            Pushed::First | Pushed::Urgent => {
+                flushes.add(sink);
+                true
+            }
+            Pushed::Behind => true,
+            Pushed::Full => {
+                sink.overflow();
+                flushes.add(sink);
+                false
+            }
+            Pushed::Gone => false,
+        }
+    }
 }
 
 impl Session {

@@ -267,27 +267,10 @@ struct OnFile {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use dflockd_testkit::Dir;
 
     use super::*;
-
-    /// A path for a directory of its own, which does not exist yet.
-    struct Scratch(PathBuf);
-
-    impl Scratch {
-        fn new() -> Self {
-            static COUNT: AtomicU64 = AtomicU64::new(0);
-            let number = COUNT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("dflockd-disk-{}-{number}", std::process::id());
-            Self(std::env::temp_dir().join(name))
-        }
-    }
-
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            fs::remove_dir_all(&self.0).unwrap();
-        }
-    }
 
     fn content(disk: &RealDisk, name: &str) -> Vec<u8> {
         let mut bytes = vec![0xee; usize::try_from(disk.len(name).unwrap()).unwrap()];
@@ -297,11 +280,10 @@ mod tests {
 
     #[test]
     fn only_the_owner_may_look() {
-        let scratch = Scratch::new();
-        let mut disk = RealDisk::open(&scratch.0.join("a/b")).unwrap();
+        let dir = Dir::new();
+        let mut disk = RealDisk::open(&dir.path("a/b")).unwrap();
         disk.create("file", 10).unwrap();
-        let mode =
-            |path: &str| fs::metadata(scratch.0.join(path)).unwrap().permissions().mode() & 0o777;
+        let mode = |path: &str| fs::metadata(dir.path(path)).unwrap().permissions().mode() & 0o777;
         assert_eq!(mode("a/b"), 0o700);
         assert_eq!(mode("a/b/file"), 0o600);
         assert_eq!(mode("a/b/LOCK"), 0o600);
@@ -309,21 +291,21 @@ mod tests {
 
     #[test]
     fn second_process_is_refused_until_the_last_handle_goes() {
-        let scratch = Scratch::new();
-        let first = RealDisk::open(&scratch.0).unwrap();
+        let dir = Dir::new();
+        let first = RealDisk::open(&dir.path("data")).unwrap();
         let second_handle = first.clone();
         drop(first);
-        let error = RealDisk::open(&scratch.0).unwrap_err();
+        let error = RealDisk::open(&dir.path("data")).unwrap_err();
         assert!(error.to_string().contains("in use by another process"), "{error}");
-        assert!(error.to_string().contains(scratch.0.to_str().unwrap()), "{error}");
+        assert!(error.to_string().contains(&dir.name("data")), "{error}");
         drop(second_handle);
-        RealDisk::open(&scratch.0).unwrap();
+        RealDisk::open(&dir.path("data")).unwrap();
     }
 
     #[test]
     fn files_are_created_written_grown_renamed_and_removed() {
-        let scratch = Scratch::new();
-        let mut disk = RealDisk::open(&scratch.0).unwrap();
+        let dir = Dir::new();
+        let mut disk = RealDisk::open(&dir.path("data")).unwrap();
         let other = disk.clone();
         disk.create("a", 6).unwrap();
         assert_eq!(content(&disk, "a"), [0; 6]);
@@ -367,8 +349,8 @@ mod tests {
 
     #[test]
     fn more_files_than_are_kept_open() {
-        let scratch = Scratch::new();
-        let mut disk = RealDisk::open(&scratch.0).unwrap();
+        let dir = Dir::new();
+        let mut disk = RealDisk::open(&dir.path("data")).unwrap();
         for round in 0..3_u8 {
             for file in 0..20_u8 {
                 let name = format!("file-{file}");

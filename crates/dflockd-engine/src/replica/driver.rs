@@ -841,6 +841,8 @@ pub(crate) type Fatal = OnceLock<String>;
 #[cfg(test)]
 mod tests {
     use dflockd_core::Limits;
+    use dflockd_testkit::Dir;
+    use dflockd_testkit::eventually::tasks::eventually;
     use raft::eraftpb::{Message, MessageType};
 
     use super::super::transport::{Credentials, Limits as TransportLimits, Secret, Version};
@@ -887,22 +889,13 @@ mod tests {
         }
     }
 
-    async fn until(what: &str, mut condition: impl FnMut() -> bool) {
-        let begun = Instant::now();
-        while !condition() {
-            assert!(begun.elapsed() < Duration::from_secs(30), "in vain: {what}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    }
-
     /// GUARANTEES 48: a node that waits to be added does not take a number that no member can have, and does not end
     /// because of it.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_number_that_no_member_can_have_is_refused() {
-        let name = format!("dflockd-driver-{}", std::process::id());
-        let dir = std::env::temp_dir().join(name);
+        let dir = Dir::new();
         let options = ClusterOptions {
-            dir: dir.clone(),
+            dir: dir.path("data"),
             node: "b".to_owned(),
             transport: transport(),
             peer_addr: "127.0.0.1:1".to_owned(),
@@ -924,18 +917,18 @@ mod tests {
         let peer = Transport::start(transport(), handler).await.unwrap();
         let address = joiner.peer_addr().unwrap().to_string();
         peer.set_peers(vec![PeerAddress { raft_id: 2, node: "b".to_owned(), address }]);
-        until("a connection", || rogue.connected.load(Ordering::Relaxed) == 2).await;
+        let connected = async || rogue.connected.load(Ordering::Relaxed) == 2;
+        eventually("a connection", connected).await;
         for to in [Run::RAFT_ID_MAX + 1, u64::MAX, 0, 2] {
             let mut message = Message { from: 1, to, term: 1, ..Message::default() };
             message.set_msg_type(MessageType::MsgHeartbeat);
             let frame = Frame::Raft { time: Timestamp(0), message }.encode();
             assert!(peer.send(2, Lane::Main, frame));
         }
-        until("it takes the one that can be", || joiner.view().raft_id == 2).await;
+        eventually("it takes the one that can be", async || joiner.view().raft_id == 2).await;
         let failed = tokio::time::timeout(Duration::ZERO, joiner.failed()).await;
         assert!(failed.is_err(), "{failed:?}");
         joiner.stop();
         peer.stop();
-        let _ = std::fs::remove_dir_all(&dir);
     }
 }

@@ -29,8 +29,8 @@ use std::sync::Arc;
 
 use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
-    Caller, Command, Effect, Limits, LimitsV2, Outcome, Refusal, RequestId, SessionId, Shared,
-    Span, Store, Timestamp,
+    Caller, Command, Effect, KEPT_FOR, Limits, LimitsV2, Outcome, Refusal, RequestId, SessionId,
+    Shared, Span, Store, Timestamp,
 };
 use serde::{Deserialize, Serialize};
 
@@ -40,9 +40,6 @@ use super::types::{
     Run, Start,
 };
 use super::version;
-
-/// How long a kept session waits for a new connection at least.
-const KEPT_FOR: Span = Span::from_secs(10);
 
 /// The byte form of the whole machine in a cluster of the first version; each later version has the next one.
 const FIRST_FORM: u8 = 2;

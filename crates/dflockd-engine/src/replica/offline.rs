@@ -397,7 +397,7 @@ fn action_name(action: &Action<'_>) -> &'static str {
         Action::Kick { .. } => "end_session",
         Action::End { .. } => "end",
         Action::Barrier => "barrier",
-        Action::Addresses(_) => "doors",
+        Action::Addresses(_) => "addresses",
     }
 }
 

@@ -3,7 +3,7 @@
 //! An item is session (8 bytes), epoch (4), request (8), keep (1), kind (1) and the fields of its kind.
 
 use dflockd_core::field::Field;
-use dflockd_core::{Command, Grant, Outcome, SessionId};
+use dflockd_core::{Command, Given, Grant, Outcome, SessionId};
 
 use super::{Malformed, pack, put_bytes, take, unpack};
 use crate::replica::types::{Action, Item};
@@ -123,35 +123,22 @@ mod undo {
 
 fn put_undo(out: &mut Vec<u8>, item: &Item<'_>, outcome: &Outcome) {
     put_head(out, item, kind::UNDO);
-    match outcome {
-        Outcome::Granted(grant) => {
+    match outcome.given() {
+        Some(Given::Granted(grant)) => {
             out.push(undo::GRANTED);
             put_grant(out, grant);
         }
-        Outcome::Acquired(grant) => {
+        Some(Given::Acquired(grant)) => {
             out.push(undo::ACQUIRED);
             put_grant(out, grant);
         }
-        Outcome::Popped { key, end, value } => {
+        Some(Given::Popped { key, end, value }) => {
             out.push(undo::POPPED);
             end.put(out);
             put_bytes(out, key);
             put_bytes(out, value);
         }
-        Outcome::Done
-        | Outcome::Queued
-        | Outcome::Renewed { .. }
-        | Outcome::Timeout
-        | Outcome::Empty
-        | Outcome::Conflict
-        | Outcome::Number(_)
-        | Outcome::Value(_)
-        | Outcome::Written(_)
-        | Outcome::Items(_)
-        | Outcome::Part(_)
-        | Outcome::Compacted(_)
-        | Outcome::Entry { .. }
-        | Outcome::Refused(_) => out.push(undo::NOTHING),
+        None => out.push(undo::NOTHING),
     }
 }
 

@@ -60,7 +60,7 @@ const KINDS: [&str; 29] = [
     "cancel",
     "acknowledge",
     "renew-session",
-    "doors",
+    "addresses",
     "end",
 ];
 
@@ -74,7 +74,7 @@ fn kind_of(action: &Action<'_>) -> &'static str {
         Action::Kick { .. } => "kick",
         Action::End { .. } => "end",
         Action::Barrier => "barrier",
-        Action::Addresses(_) => "doors",
+        Action::Addresses(_) => "addresses",
         Action::Undo(_) => "undo",
         Action::Command(command) => match command {
             Command::Acquire(_) => "acquire",
@@ -153,7 +153,7 @@ impl Parts {
             "kick" => Action::Kick { session: SessionId(self.a) },
             "end" => Action::End { session: SessionId(self.a) },
             "barrier" => Action::Barrier,
-            "doors" => Action::Addresses(Addresses {
+            "addresses" => Action::Addresses(Addresses {
                 http: String::from_utf8_lossy(&self.value).into_owned(),
                 grpc: String::new(),
             }),

@@ -856,7 +856,7 @@ impl Connection {
                 } else {
                     self.set_time_to_decide(Some(&mut command));
                 }
-                let given = command.key().filter(|_| command.may_give());
+                let given = command.key().filter(|_| command.gift().is_some());
                 let place = given.map(|key| self.service.engine.place(key));
                 let keep = self.kept && self.numbered;
                 let submitted = self.service.engine.submit(&self.me, id, keep, command, flushes);
