@@ -230,7 +230,7 @@ impl<'a> Game<'a> {
         }
         let sent = Sent { times: 0, replies: 0, space, key };
         self.sent.entry((session, request)).or_insert(sent).times += 1;
-        let at_once = !retry && !may_block(&command);
+        let at_once = !retry && !command.may_wait();
         let now_seen = self.apply(Caller { session, request, keep }, command);
         let is_mine = |effect: &&Effect| {
             let Effect::Reply { session: to, request: about, .. } = effect else { return false };
@@ -542,15 +542,5 @@ fn is_answered(command: &Command<'_>) -> bool {
             | Command::Detach { .. }
             | Command::Attach
             | Command::EndSession { .. }
-    )
-}
-
-fn may_block(command: &Command<'_>) -> bool {
-    matches!(
-        command,
-        Command::Acquire(_)
-            | Command::Wait(_)
-            | Command::Pop(command::Pop { wait: Some(_), .. })
-            | Command::BarrierWait(_)
     )
 }

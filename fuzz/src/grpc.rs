@@ -4,9 +4,10 @@
 //! Input: a byte that says which call, then its message.
 
 use dflockd::untrusted::grpc;
-use dflockd_core::{Mode, Span};
-use dflockd_wire::grpc as message;
-use dflockd_wire::{COUNT_MAX, Frame, Op, Request, SECONDS_MAX, TokenText, Unit};
+use dflockd_wire::grpc::{self as message, CommandMessage};
+use dflockd_wire::{
+    Command, Decoded, Decoder, Expect, Frame, Op, Request, SECONDS_MAX, Span, Unit, check as checks,
+};
 use prost::Message;
 
 const KEY_BYTES_MAX: usize = 256;
@@ -30,27 +31,9 @@ type Reader = fn(&[u8]) -> bool;
 
 /// The calls whose messages have fields to check, by the name of the message.
 pub const KINDS: &[(&str, Reader)] = &[
-    ("acquire", |bytes| {
-        check::<message::AcquireRequest>(bytes, |it| {
-            check_call(it.request_id, &it.key);
-            check_mode(it.mode, it.limit);
-            check_millis(it.lease_ms);
-            check_millis(it.wait_ms);
-        })
-    }),
-    ("release", |bytes| {
-        check::<message::ReleaseRequest>(bytes, |it| {
-            check_call(it.request_id, &it.key);
-            check_token(&it.token);
-        })
-    }),
-    ("renew", |bytes| {
-        check::<message::RenewRequest>(bytes, |it| {
-            check_call(it.request_id, &it.key);
-            check_token(&it.token);
-            check_millis(it.lease_ms);
-        })
-    }),
+    ("acquire", |bytes| check_command::<message::AcquireRequest>(bytes)),
+    ("release", |bytes| check_command::<message::ReleaseRequest>(bytes)),
+    ("renew", |bytes| check_command::<message::RenewRequest>(bytes)),
     ("list", |bytes| {
         check::<message::ListRequest>(bytes, |it| {
             if let Some(page) = grpc::page(it.limit) {
@@ -58,25 +41,9 @@ pub const KINDS: &[(&str, Reader)] = &[
             }
         })
     }),
-    ("set", |bytes| {
-        check::<message::SetRequest>(bytes, |it| {
-            check_call(it.request_id, &it.key);
-            check_value(&it.value);
-            check_millis(it.ttl_ms);
-        })
-    }),
-    ("push", |bytes| {
-        check::<message::PushRequest>(bytes, |it| {
-            check_call(it.request_id, &it.key);
-            check_value(&it.item);
-        })
-    }),
-    ("publish", |bytes| {
-        check::<message::PublishRequest>(bytes, |it| {
-            check_key(&it.channel);
-            check_payload(&it.payload);
-        })
-    }),
+    ("set", |bytes| check_command::<message::SetRequest>(bytes)),
+    ("push", |bytes| check_command::<message::PushRequest>(bytes)),
+    ("publish", |bytes| check_command::<message::PublishRequest>(bytes)),
     ("subscribe", |bytes| {
         check::<message::SubscribeRequest>(bytes, |it| {
             for subscription in it.add.iter().chain(&it.remove) {
@@ -94,7 +61,7 @@ pub const KINDS: &[(&str, Reader)] = &[
     }),
     ("open", |bytes| {
         check::<message::OpenRequest>(bytes, |it| {
-            if let Some(Some(name)) = grpc::client_name(&it.client_name) {
+            if let Ok(Some(name)) = checks::client_name(&it.client_name) {
                 assert!((1..=NAME_CHARS_MAX).contains(&name.chars().count()), "{name:?}");
                 assert!(!name.contains(char::is_control), "{name:?} does not stay on its line");
             }
@@ -110,7 +77,46 @@ pub const KINDS: &[(&str, Reader)] = &[
     ("end-session", |bytes| {
         check::<message::EndSessionRequest>(bytes, |it| check_reason(&it.reason))
     }),
+    ("enqueue", |bytes| check_command::<message::EnqueueRequest>(bytes)),
+    ("wait", |bytes| check_command::<message::WaitRequest>(bytes)),
+    ("campaign", |bytes| check_command::<message::CampaignRequest>(bytes)),
+    ("resign", |bytes| check_command::<message::ResignRequest>(bytes)),
+    ("add-counter", |bytes| check_command::<message::AddCounterRequest>(bytes)),
+    ("set-counter", |bytes| check_command::<message::SetCounterRequest>(bytes)),
+    ("delete", |bytes| check_command::<message::DeleteRequest>(bytes)),
+    ("compare-and-set", |bytes| check_command::<message::CompareAndSetRequest>(bytes)),
+    ("pop", |bytes| check_command::<message::PopRequest>(bytes)),
+    ("barrier-wait", |bytes| check_command::<message::BarrierWaitRequest>(bytes)),
 ];
+
+/// What a message asks for can be asked for on lines, too, and means the same there.
+fn check_command<M: CommandMessage + Message + Default + PartialEq + std::fmt::Debug>(
+    bytes: &[u8],
+) -> bool {
+    check::<M>(bytes, |message| {
+        let number = message.head().request_id;
+        if let Some(request) = grpc::request(number) {
+            assert_eq!(request.map_or(0, |request| request.0), number, "another number");
+            assert!(number < 1 << 63, "the number can be no other's");
+        }
+        let Ok(command) = message.command() else { return };
+        if let Command::KvCompareAndSet(cas) = command
+            && matches!(cas.expect, Expect::Revision(_))
+        {
+            return;
+        }
+        let mut lines = Vec::new();
+        Request::Command(command).print(Unit::Millis, &mut lines);
+        let decoded = Decoder::new(lines.len()).decode(&lines);
+        let Decoded::Frame { frame, used } = decoded else {
+            panic!("{command:?} is not one request")
+        };
+        assert_eq!(used, lines.len(), "{command:?} is more than one request");
+        let op = Op::parse(frame.command).expect("a command of the line protocol");
+        let read = Request::parse(op, &frame, Unit::Millis);
+        assert!(read == Ok(Request::Command(command)), "{command:?} is read as {read:?}");
+    })
+}
 
 /// Reads a message, compares it with itself written and read again, and looks at its fields.
 fn check<M: Message + Default + PartialEq + std::fmt::Debug>(
@@ -131,72 +137,38 @@ pub fn check_same<M: Message + PartialEq + std::fmt::Debug>(one: &M, other: &M) 
     assert!(one == other, "{one:?} is read back as {other:?}");
 }
 
-fn check_call(request: u64, key: &[u8]) {
-    if let Some(number) = grpc::request(request) {
-        assert_eq!(number.map_or(0, |number| number.0), request, "a request has another number");
-        assert!(request < 1 << 63, "the number can be no other's");
-    }
-    check_key(key);
-}
-
 fn check_key(key: &[u8]) {
     let by_line = key.len() <= KEY_BYTES_MAX && parse(Op::Get, key, b"").is_some();
-    assert_eq!(grpc::key(key).is_some(), by_line, "{key:?} is a key, or is it not");
+    assert_eq!(checks::key(key).is_ok(), by_line, "{key:?} is a key, or is it not");
 }
 
 fn check_pattern(pattern: &[u8]) {
     let by_line = pattern.len() <= KEY_BYTES_MAX && parse(Op::Watch, pattern, b"").is_some();
-    assert_eq!(grpc::pattern(pattern).is_some(), by_line, "{pattern:?} is one, or is it not");
+    assert_eq!(checks::pattern(pattern).is_ok(), by_line, "{pattern:?} is one, or is it not");
 }
 
 /// A group has members from everywhere: what it is called here, it is called on a line.
 fn check_group(group: &[u8]) {
-    let Some(name) = grpc::group(group) else { return };
+    let Ok(name) = checks::group(group) else { return };
     assert!(name.len() <= KEY_BYTES_MAX, "a group of {} bytes", name.len());
     assert!(!name.iter().any(|byte| matches!(byte, b'\r' | b'\n')), "{name:?}");
-}
-
-fn check_value(value: &[u8]) {
-    if grpc::value(value).is_none() {
-        return;
-    }
-    let Some(Request::Push { value: again, .. }) = parse(Op::Rpush, b"k", value) else {
-        panic!("{value:?} is a value of gRPC, but of no line");
-    };
-    assert_eq!(value, again, "a value means something else on a line");
-}
-
-fn check_payload(payload: &[u8]) {
-    let Some(payload) = grpc::payload(payload) else { return };
-    assert!(!payload.is_empty() && !payload.iter().any(|byte| matches!(byte, b'\r' | b'\n')));
 }
 
 fn check_millis(millis: u64) {
     let within = millis <= SECONDS_MAX * 1_000;
     assert_eq!(
-        grpc::span(millis),
+        checks::millis(millis).ok(),
         within.then_some(Span::from_millis(millis.min(SECONDS_MAX * 1_000)))
     );
 }
 
-fn check_mode(mode: i32, limit: u32) {
-    if let Some(Mode::Semaphore { limit }) = grpc::mode(mode, limit) {
-        assert!((1..=COUNT_MAX).contains(&limit), "a semaphore for {limit}");
-    }
-}
-
-fn check_token(text: &str) {
-    let token = grpc::token(text).map(|token| (token.fence.0, token.salt));
-    assert_eq!(token, TokenText::parse(text.as_bytes()), "{text:?} is a token, or is it not");
-}
-
 fn check_reason(text: &str) {
-    let Some(reason) = grpc::reason(text) else { return };
+    let Ok(reason) = checks::reason(text) else { return };
     assert!((1..=REASON_BYTES_MAX).contains(&reason.len()), "a reason of {} bytes", reason.len());
     assert!(!reason.contains(char::is_control), "{reason:?} does not stay on its line");
 }
 
-/// The same as a request of the line protocol.
+/// A request of the line protocol with these words; none if they are not one.
 fn parse<'a>(op: Op, key: &'a [u8], arg: &'a [u8]) -> Option<Request<'a>> {
     let frame = Frame { number: None, command: op.name().as_bytes(), key, arg };
     Request::parse(op, &frame, Unit::Seconds).ok()

@@ -5,7 +5,7 @@
 
 use dflockd::untrusted::http;
 use dflockd_core::Span;
-use dflockd_wire::{Frame, Op, Request, SECONDS_MAX, TokenText, Unit};
+use dflockd_wire::{Command, Frame, Op, Request, SECONDS_MAX, Token, Unit, check, command};
 
 /// More than any seed has, so that a large input does not become slow.
 const LINES_MAX: usize = 24;
@@ -43,30 +43,33 @@ fn check_key(segment: &str) {
 
 fn check_texts(text: &str) {
     let bytes = text.as_bytes();
-    if let Some(value) = http::value(text) {
+    if let Ok(value) = check::value(bytes) {
         assert_eq!(value, bytes, "a value has changed");
-        let Some(Request::Push { value: again, .. }) = parse(Op::Rpush, b"k", bytes) else {
+        let Some(Command::Push(command::Push { value: again, .. })) =
+            parse(Op::Rpush, b"k", bytes).and_then(command_of)
+        else {
             panic!("{text:?} is a value of HTTP, but of no line");
         };
         check_same(value, again);
     }
-    if let Some(value) = http::entry(text) {
-        let Some(Request::KvSet { value: again, ttl: None, .. }) = parse(Op::Kset, b"k", bytes)
+    if let Ok(value) = check::entry(bytes) {
+        let Some(Command::KvSet(command::KvSet { value: again, ttl: None, .. })) =
+            parse(Op::Kset, b"k", bytes).and_then(command_of)
         else {
             panic!("{text:?} is an entry of HTTP, but of no line");
         };
         check_same(value, again);
     }
     let by_line = bytes.len() <= KEY_BYTES_MAX && parse(Op::Watch, bytes, b"").is_some();
-    assert_eq!(http::pattern(text).is_some(), by_line, "{text:?} is a pattern, or is it not");
-    let token = http::token(text).map(|token| (token.fence.0, token.salt));
-    assert_eq!(token, TokenText::parse(bytes), "{text:?} is a token, or is it not");
+    assert_eq!(check::pattern(bytes).is_ok(), by_line, "{text:?} is a pattern, or is it not");
+    let parsed = Token::parse(bytes).filter(|token| *token != Token::NONE);
+    assert_eq!(http::token(text), parsed, "{text:?} is a token, or is it not");
     if let Some(number) = http::number(text) {
         let digits = text.trim_start_matches('0');
         let expected = if digits.is_empty() { "0" } else { digits };
         assert_eq!(number.to_string(), expected, "a number has changed");
     }
-    if let Some(reason) = http::reason(text) {
+    if let Ok(reason) = check::reason(text) {
         assert!((1..=REASON_BYTES_MAX).contains(&reason.len()), "of {} bytes", reason.len());
         assert!(!reason.contains(char::is_control), "{reason:?} does not stay on its line");
     }
@@ -123,8 +126,12 @@ pub fn check_same(one: &[u8], other: &[u8]) {
     assert_eq!(one, other, "a value means something else on a line");
 }
 
-/// The same as a request of the line protocol.
+/// A request of the line protocol with these words; none if they are not one.
 fn parse<'a>(op: Op, key: &'a [u8], arg: &'a [u8]) -> Option<Request<'a>> {
     let frame = Frame { number: None, command: op.name().as_bytes(), key, arg };
     Request::parse(op, &frame, Unit::Seconds).ok()
+}
+
+fn command_of(request: Request<'_>) -> Option<Command<'_>> {
+    if let Request::Command(command) = request { Some(command) } else { None }
 }

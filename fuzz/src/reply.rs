@@ -148,9 +148,9 @@ async fn ask_everything(client: &Client, said: &Said) {
     if let Ok(held) = client.lock("lock").try_acquire().await {
         check(said, Op::L, |response| match (&held, response) {
             (Some(guard), Response::Granted { token, lease, .. }) => {
-                guard.fence() == token.fence()
-                    && guard.token() == token.as_str()
-                    && guard.lease() <= *lease
+                guard.fence() == token.fence.0
+                    && guard.token() == &*token.text()
+                    && guard.lease() <= Duration::from(*lease)
             }
             (None, Response::Timeout) => true,
             _ => false,
@@ -170,7 +170,7 @@ fn check(said: &Said, op: Op, fits: impl Fn(&Response<'_>) -> bool) {
     check_told(&said, op, fits);
 }
 
-/// The same for a list of commands and answers.
+/// Panics if none of the answers to `op` in a list of commands and answers is what the client's user was told.
 pub fn check_told(said: &[(Vec<u8>, Vec<u8>)], op: Op, fits: impl Fn(&Response<'_>) -> bool) {
     let mut answers = said.iter().filter(|(command, _)| command == op.name().as_bytes());
     let known = answers.any(|(_, line)| {

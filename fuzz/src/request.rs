@@ -11,10 +11,8 @@
 //!
 //! Durations of requests are rounded up and cut when printed, but these were parsed: whole units already.
 
-use std::time::Duration;
-
 use dflockd_wire::{
-    Decoded, Decoder, Frame, OPS, Op, Push, Request, Response, TokenText, Unit, print_number,
+    Decoded, Decoder, Frame, OPS, Op, Push, Request, Response, Span, Token, Unit, print_number,
     split_number,
 };
 
@@ -41,9 +39,8 @@ pub fn run(data: &[u8]) {
             printed.extend_from_slice(rest);
             assert_eq!(split_number(&printed), Some((number, rest)), "a number has changed");
         }
-        if let Some((fence, salt)) = TokenText::parse(line) {
-            let token = TokenText::from_parts(fence, salt);
-            assert_eq!(token.0, line, "a token has two forms");
+        if let Some(token) = Token::parse(line) {
+            assert_eq!(token.text().as_bytes(), line, "a token has two forms");
         }
     }
 }
@@ -120,8 +117,8 @@ fn check_response(op: Op, line: &[u8], unit: Unit) {
 /// The response with the lease that is printed for it.
 fn with_lease(response: Response<'_>, unit: Unit) -> Response<'_> {
     let shortest = match unit {
-        Unit::Seconds => Duration::from_secs(1),
-        Unit::Millis => Duration::from_millis(1),
+        Unit::Seconds => Span::from_secs(1),
+        Unit::Millis => Span::from_millis(1),
     };
     match response {
         Response::Granted { token, lease, fence } => {

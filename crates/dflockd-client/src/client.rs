@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use dflockd_wire::{ErrorCode, Request, Space, check};
+use dflockd_wire::{ErrorCode, Fence, Request, Space, Token, check, command};
 use tokio::sync::Mutex;
 
 use crate::cluster::{Cluster, Membership, Route};
 use crate::error::Error;
 use crate::events::{Signals, Watch};
-use crate::link::{Link, LinkHandle, OnDisconnect, Start};
+use crate::link::{Link, LinkHandle, OnDisconnect, Start, wait_of};
 use crate::locks::{Election, Lock, RwLock, Semaphore};
 use crate::reply::Reply;
 use crate::stream::{Address, Connection, Dialer, Greeting, Session, Transport};
@@ -329,7 +329,7 @@ impl Server {
 
     /// Sends a request and waits for its answer, `timeout` longer than the server may.
     async fn ask(&self, request: &Request<'_>, timeout: Duration) -> Result<Reply, Error> {
-        let timeout = timeout.saturating_add(request.wait().unwrap_or_default());
+        let timeout = timeout.saturating_add(wait_of(request));
         match &self.way {
             Way::Shared(link) => Ok(link.call(request)?.wait(timeout).await?.claim()),
             Way::Plain(pool) => {
@@ -440,7 +440,7 @@ impl Client {
     pub async fn signal(&self, channel: &str, payload: &[u8]) -> Result<u64, Error> {
         check_key(channel.as_bytes())?;
         check_value(payload)?;
-        let request = Request::Signal { channel: channel.as_bytes(), payload };
+        let request = Request::command(command::Signal { channel: channel.as_bytes(), payload });
         self.ask(channel.as_bytes(), &request).await?.count("signal")
     }
 
@@ -549,8 +549,8 @@ impl Client {
         token: &str,
     ) -> Result<(), Error> {
         check_token(token)?;
-        let (space, token) = (space(semaphore), token.as_bytes());
-        let request = Request::Release { space, key, token, resign: false };
+        let (space, token) = (space(semaphore), token_of(token));
+        let request = Request::command(command::Release { space, key, token, resign: false });
         self.ask(key, &request).await?.done(request.op().name())
     }
 
@@ -567,8 +567,9 @@ impl Client {
         lease: Duration,
     ) -> Result<Duration, Error> {
         check_token(token)?;
-        let (space, token) = (space(semaphore), token.as_bytes());
-        let request = Request::Renew { space, key, token, lease: Some(lease) };
+        let (space, token) = (space(semaphore), token_of(token));
+        let request =
+            Request::command(command::Renew { space, key, token, lease: Some(lease.into()) });
         self.ask(key, &request).await?.renewed("renew")
     }
 
@@ -587,8 +588,8 @@ impl Client {
     ) -> Result<(), Error> {
         check_token(admin_token)?;
         check_value(reason.as_bytes())?;
-        let (space, token) = (space(semaphore), admin_token.as_bytes());
-        let request = Request::ForceRelease { key, token, space, fence, reason };
+        let command = command::ForceRelease { space: space(semaphore), fence: Fence(fence), key };
+        let request = Request::ForceRelease { command, token: admin_token.as_bytes(), reason };
         self.ask(key, &request).await?.done("force-release")
     }
 
@@ -664,6 +665,11 @@ fn check_token(token: &str) -> Result<(), Error> {
         return Err(Error::Invalid("a token is not empty and has no white space".to_owned()));
     }
     Ok(())
+}
+
+/// What a text is as a token; one that is malformed is not held.
+fn token_of(text: &str) -> Token {
+    Token::parse(text.as_bytes()).unwrap_or(Token::NONE)
 }
 
 fn space(semaphore: bool) -> Space {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Request, Unit, check};
+use dflockd_wire::{ErrorCode, Query, Request, Subscription, Unit, check, command};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -187,7 +187,9 @@ impl Feed {
     async fn pump(&self, mut connection: Connection) {
         let (question, heartbeat) = match self.route {
             Route::One(_) => (Request::Ping, HEARTBEAT),
-            Route::Cluster(_) => (Request::CounterGet { key: b"_" }, HEARTBEAT_IN_CLUSTER),
+            Route::Cluster(_) => {
+                (Request::Query(Query::Counter { key: b"_" }), HEARTBEAT_IN_CLUSTER)
+            }
         };
         let question = Message::new(&question, self.route.transport(), Unit::Seconds);
         let mut answered = true;
@@ -257,7 +259,8 @@ impl Signals {
         if group.contains(['\n', '\r']) {
             return Err(Error::Invalid("a group has no line break".to_owned()));
         }
-        let request = Request::Listen { pattern: pattern.as_bytes(), group: group.as_bytes() };
+        let (pattern, group) = (pattern.as_bytes(), group.as_bytes());
+        let request = subscribe(Subscription::Signals { pattern, group });
         Ok(Self { stream: Stream::open(all(client), &request).await? })
     }
 }
@@ -272,7 +275,8 @@ pub struct Watch {
 impl Watch {
     pub(crate) async fn new(client: &Client, pattern: &str) -> Result<Self, Error> {
         check_pattern(pattern)?;
-        let request = Request::Watch { pattern: pattern.as_bytes() };
+        let pattern = pattern.as_bytes();
+        let request = subscribe(Subscription::Changes { pattern, from: None });
         Ok(Self { stream: Stream::open(all(client), &request).await? })
     }
 }
@@ -287,7 +291,8 @@ pub struct Leaders {
 impl Leaders {
     pub(crate) async fn new(client: &Client, key: &[u8]) -> Result<Self, Error> {
         let route = client.server(key).route.clone();
-        Ok(Self { stream: Stream::open(vec![route], &Request::Observe { key }).await? })
+        let request = subscribe(Subscription::Leaders { key });
+        Ok(Self { stream: Stream::open(vec![route], &request).await? })
     }
 }
 
@@ -300,4 +305,8 @@ fn all(client: &Client) -> Vec<Route> {
 fn check_pattern(pattern: &str) -> Result<(), Error> {
     check::pattern(pattern.as_bytes())?;
     Ok(())
+}
+
+fn subscribe(to: Subscription<'_>) -> Request<'_> {
+    Request::command(command::Subscribe { to })
 }

@@ -15,10 +15,10 @@ use std::time::Duration;
 
 use dflockd_wire::grpc::sessions_client::SessionsClient;
 use dflockd_wire::grpc::{
-    AttachRequest, CancelRequest, CloseRequest, ErrorInfo, KeepAliveRequest, LostReason,
-    OpenRequest, Reason,
+    AttachRequest, CancelRequest, CloseRequest, ErrorInfo, Head, KeepAliveRequest, OpenRequest,
+    Reason,
 };
-use dflockd_wire::{ErrorCode, REFUSALS, Request};
+use dflockd_wire::{ErrorCode, LostReason, REFUSALS, Request};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use prost::Message as _;
@@ -31,7 +31,6 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use self::calls::Call;
-use crate::error::Lost;
 use crate::link::OnDisconnect;
 use crate::reply::{Incoming, Reply};
 use crate::stream::{BoxBytes, Greeting, Session};
@@ -74,6 +73,13 @@ impl Api {
             request.metadata_mut().insert("x-dflockd-admin", token);
         }
         request
+    }
+
+    /// Who makes a call, and its number, which needs a session.
+    fn head(&self, number: Option<u64>) -> Head<'_> {
+        let session = &*self.session;
+        let request_id = number.filter(|_| !session.is_empty()).unwrap_or_default();
+        Head { session, request_id, ack_through: self.ack_through() }
     }
 
     fn ack_through(&self) -> u64 {
@@ -190,7 +196,7 @@ impl Outlet {
         let _ = self.told.send(Ok(incoming));
     }
 
-    fn settle(&self, outcome: Result<Reply, Failure>) {
+    fn resolve(&self, outcome: Result<Reply, Failure>) {
         let reply = match outcome {
             Ok(reply) => reply,
             Err(Failure::Refused(reason)) => Reply::Refused(code(reason)),
@@ -217,7 +223,8 @@ pub(crate) struct Message {
 
 impl Message {
     pub(crate) fn new(request: &Request<'_>) -> Self {
-        Self { call: Call::new(request), may_wait: request.wait().is_some() }
+        let may_wait = matches!(request, Request::Command(command) if command.may_wait());
+        Self { call: Call::new(request), may_wait }
     }
 }
 
@@ -304,7 +311,7 @@ impl Conversation {
         let (api, call) = (self.api.clone(), message.call.clone());
         let outlet = Outlet { number, ..self.outlet.clone() };
         let Some(number) = number.filter(|_| message.may_wait) else {
-            self.calls.spawn(async move { outlet.settle(call.make(&api, &outlet).await) });
+            self.calls.spawn(async move { outlet.resolve(call.make(&api, &outlet).await) });
             return;
         };
         let (waits, unwanted) = (Arc::clone(&self.waits), Arc::<Notify>::default());
@@ -317,7 +324,7 @@ impl Conversation {
                 () = unwanted.notified() => Ok(call.given_up()),
             };
             api.waiting.lock().remove(&number);
-            outlet.settle(outcome);
+            outlet.resolve(outcome);
         });
     }
 
@@ -365,12 +372,8 @@ async fn keep_alive(api: Api, outlet: Outlet) {
         let mut alive = sessions.keep_alive_stream(request).await?.into_inner();
         while let Some(heard) = alive.message().await? {
             for lost in &heard.lost {
-                let reason = match lost.reason() {
-                    LostReason::Forced => Lost::Forced,
-                    LostReason::Session => Lost::Session,
-                    LostReason::Expired | LostReason::Unspecified => Lost::Expired,
-                };
-                outlet.tell(Incoming::Lost { fence: lost.fence, reason });
+                let reason = lost.reason().known().unwrap_or(LostReason::Expired);
+                outlet.tell(Incoming::Lost { fence: lost.fence, reason: reason.into() });
             }
         }
         Ok::<(), Status>(())

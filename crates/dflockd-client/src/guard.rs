@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{Request, Space, TokenText};
+use dflockd_wire::{Request, Space, Token, TokenText, command};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
@@ -64,7 +64,8 @@ pub(crate) struct Hold {
     key: Vec<u8>,
     space: Space,
     election: bool,
-    token: TokenText,
+    token: Token,
+    text: TokenText,
     lease: Duration,
     channel: Channel,
     timeout: Duration,
@@ -79,7 +80,7 @@ pub(crate) struct Granted {
     pub(crate) key: Vec<u8>,
     pub(crate) space: Space,
     pub(crate) election: bool,
-    pub(crate) token: TokenText,
+    pub(crate) token: Token,
     pub(crate) lease: Duration,
     /// When the request was sent.
     pub(crate) sent_at: Instant,
@@ -93,6 +94,7 @@ impl Hold {
             space,
             election,
             token,
+            text: token.text(),
             lease,
             channel,
             timeout,
@@ -107,7 +109,7 @@ impl Hold {
     }
 
     pub(crate) fn fence(&self) -> u64 {
-        self.token.fence()
+        self.token.fence.0
     }
 
     pub(crate) fn lease(&self) -> Duration {
@@ -137,12 +139,12 @@ impl Hold {
     /// Renews once, and counts the validity from the sending.
     pub(crate) async fn renew(&self) -> Result<(), Error> {
         let sent_at = Instant::now();
-        let request = Request::Renew {
+        let request = Request::command(command::Renew {
             space: self.space,
             key: &self.key,
-            token: &self.token.0,
-            lease: Some(self.lease),
-        };
+            token: self.token,
+            lease: Some(self.lease.into()),
+        });
         self.ask(&request).await?.renewed("renew")?;
         let mut valid_until = self.valid_until.lock();
         *valid_until = (*valid_until).max(sent_at + validity(self.lease));
@@ -175,12 +177,12 @@ impl Hold {
     }
 
     fn release_request(&self) -> Request<'_> {
-        Request::Release {
+        Request::command(command::Release {
             space: self.space,
             key: &self.key,
-            token: &self.token.0,
+            token: self.token,
             resign: self.election,
-        }
+        })
     }
 
     fn forget(&self) {
@@ -285,7 +287,7 @@ impl Guard {
     /// The credential of the hold; whoever has it can release or renew.
     #[must_use]
     pub fn token(&self) -> &str {
-        self.hold.token.as_str()
+        &self.hold.text
     }
 
     /// The lease it is renewed with.

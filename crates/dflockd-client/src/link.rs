@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use dflockd_wire::{End, ErrorCode, Mode, Request, Space, Unit};
+use dflockd_wire::{Command, End, ErrorCode, Gift, Request, RequestId, Space, Unit, command};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
@@ -190,57 +190,35 @@ enum GiveBack {
 
 /// What kind of request it is, and how to undo it if there is anything to undo.
 fn nature_of(request: &Request<'_>) -> (Kind, Option<GiveBack>) {
-    let give_back = match *request {
-        Request::Acquire { mode, key, .. } | Request::Enqueue { mode, key, .. } => {
-            GiveBack::Lock { key: key.to_vec(), space: space_of(mode) }
-        }
-        Request::Wait { space, key, .. } => GiveBack::Lock { key: key.to_vec(), space },
-        Request::BlockingPop { key, end, .. } | Request::Pop { key, end } => {
-            GiveBack::Item { key: key.to_vec(), end }
-        }
-        Request::BarrierWait { .. } => GiveBack::Nothing,
-        Request::Auth { .. }
-        | Request::Ping
-        | Request::Stats
-        | Request::StableRef { .. }
+    match *request {
+        Request::Command(Command::Cancel(_) | Command::Acknowledge(_))
+        | Request::Auth { .. }
         | Request::Hello { .. }
-        | Request::Cancel { .. }
-        | Request::Ack { .. } => return (Kind::Local, None),
-        Request::CounterGet { .. }
-        | Request::KvGet { .. }
-        | Request::Length { .. }
-        | Request::Range { .. }
-        | Request::Inspect { .. }
-        | Request::Ls { .. } => return (Kind::Read, None),
+        | Request::StableRef { .. }
+        | Request::Ping
+        | Request::Stats => (Kind::Local, None),
+        Request::Query(_) | Request::Inspect { .. } | Request::Ls { .. } => (Kind::Read, None),
+        Request::Command(ref command) => (Kind::Write, give_back(command)),
         Request::Barrier
-        | Request::Release { .. }
-        | Request::Renew { .. }
-        | Request::Observe { .. }
-        | Request::Unobserve { .. }
-        | Request::Add { .. }
-        | Request::CounterSet { .. }
-        | Request::KvSet { .. }
-        | Request::KvDelete { .. }
-        | Request::KvCompareAndSet { .. }
-        | Request::Push { .. }
-        | Request::Listen { .. }
-        | Request::Unlisten { .. }
-        | Request::Signal { .. }
-        | Request::Watch { .. }
-        | Request::Unwatch { .. }
         | Request::ForceRelease { .. }
         | Request::EndSession { .. }
-        | Request::Cluster { .. } => return (Kind::Write, None),
-    };
-    (Kind::Write, Some(give_back))
+        | Request::Cluster { .. } => (Kind::Write, None),
+    }
 }
 
-/// Where a lock of this mode lives.
-pub(crate) fn space_of(mode: Mode) -> Space {
-    match mode {
-        Mode::Semaphore { .. } => Space::Semaphores,
-        Mode::Mutex | Mode::Election | Mode::Read | Mode::Write => Space::Locks,
+/// How to undo a command that nobody waits for any more; none if there is nothing to undo.
+fn give_back(command: &Command<'_>) -> Option<GiveBack> {
+    let key = command.key().unwrap_or_default().to_vec();
+    match command.gift() {
+        Some(Gift::Lock(space)) => Some(GiveBack::Lock { key, space }),
+        Some(Gift::Item(end)) => Some(GiveBack::Item { key, end }),
+        None => command.may_wait().then_some(GiveBack::Nothing),
     }
+}
+
+/// How long the server may let a request wait.
+pub(crate) fn wait_of(request: &Request<'_>) -> Duration {
+    if let Request::Command(command) = request { command.wait().into() } else { Duration::ZERO }
 }
 
 /// An answer on its way. If it is dropped before somebody claims it, the lock it grants is given back.
@@ -262,12 +240,13 @@ impl Drop for Answer {
         let Some(link) = self.link.upgrade() else { return };
         match (&self.give_back, &self.reply) {
             (Some(GiveBack::Lock { key, space }), Reply::Granted { token, .. }) => {
-                link.forget_hold(token.fence());
-                let token = &token.0;
-                link.tell(&Request::Release { space: *space, key, token, resign: false });
+                link.forget_hold(token.fence.0);
+                let (space, token) = (*space, *token);
+                let release = command::Release { space, key, token, resign: false };
+                link.tell(&Request::command(release));
             }
             (Some(GiveBack::Item { key, end }), Reply::Value(value)) if !value.is_empty() => {
-                link.tell(&Request::Push { key, end: *end, value });
+                link.tell(&Request::command(command::Push { key, end: *end, value }));
             }
             (Some(_) | None, _) => {}
         }
@@ -398,7 +377,8 @@ impl Link {
         }
         pending.answer = None;
         if pending.give_back.is_some() {
-            state.push(&Request::Cancel { number }, None);
+            let cancel = command::Cancel { request: RequestId(number) };
+            state.push(&Request::command(cancel), None);
             drop(state);
             self.wake.notify_one();
         }
@@ -447,7 +427,7 @@ impl Link {
         if matches!(pending.give_back, Some(GiveBack::Lock { .. }))
             && let Reply::Granted { token, .. } = &reply
         {
-            state.fresh.insert(token.fence(), None);
+            state.fresh.insert(token.fence.0, None);
         }
         state.answered += 1;
         if state.answered >= ACKNOWLEDGE_EVERY && self.on_disconnect == OnDisconnect::Keep {
@@ -455,7 +435,8 @@ impl Link {
             let first_open = state.pending.keys().next().copied();
             let up_to = first_open.map_or(state.last, |first| first - 1);
             if up_to > 0 {
-                state.push(&Request::Ack { number: up_to }, None);
+                let acknowledge = command::Acknowledge { up_to: RequestId(up_to) };
+                state.push(&Request::command(acknowledge), None);
                 self.wake.notify_one();
             }
         }

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Mode, Request, SECONDS_MAX, Space, TokenText};
+use dflockd_wire::{ErrorCode, Mode, Request, SECONDS_MAX, Space, Span, Token, command};
 
 use crate::client::{Client, Server, Way, check_key};
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::events::Leaders;
 use crate::guard::{Channel, Granted, Guard, Hold, Own, Unclaimed};
-use crate::link::space_of;
+use crate::link::wait_of;
 use crate::reply::Reply;
 use crate::stream::Connection;
 
@@ -36,13 +36,12 @@ impl Ask {
     }
 
     fn space(&self) -> Space {
-        space_of(self.mode)
+        self.mode.space()
     }
 
     /// Sends a request, over a connection of its own if there is none for all.
     async fn send(&self, request: &Request<'_>) -> Result<(Reply, Channel), Error> {
-        let wait = request.wait().unwrap_or_default();
-        let timeout = self.client.inner.request_timeout.saturating_add(wait);
+        let timeout = self.client.inner.request_timeout.saturating_add(wait_of(request));
         match &self.server().way {
             Way::Shared(link) => {
                 let reply = link.call(request)?.wait(timeout).await?.claim();
@@ -68,8 +67,13 @@ impl Ask {
     async fn acquire(&self, wait: Duration) -> Result<Option<Guard>, Error> {
         self.check()?;
         let wait = wait.min(FOR_EVER);
-        let request =
-            Request::Acquire { mode: self.mode, key: &self.key, wait, lease: Some(self.lease) };
+        let request = Request::command(command::Acquire {
+            mode: self.mode,
+            key: &self.key,
+            wait: wait.into(),
+            lease: Some(self.lease.into()),
+            salt: 0,
+        });
         let sent_at = Instant::now();
         let (reply, channel) = self.send(&request).await?;
         self.finish(request.op().name(), &reply, sent_at, channel).await
@@ -92,7 +96,7 @@ impl Ask {
 
     async fn guard(
         &self,
-        token: TokenText,
+        token: Token,
         lease: Duration,
         sent_at: Instant,
         channel: Channel,
@@ -127,7 +131,12 @@ impl Ask {
 
     async fn enqueue(&self) -> Result<Ticket, Error> {
         self.check()?;
-        let request = Request::Enqueue { mode: self.mode, key: &self.key, lease: Some(self.lease) };
+        let request = Request::command(command::Enqueue {
+            mode: self.mode,
+            key: &self.key,
+            lease: Some(self.lease.into()),
+            salt: 0,
+        });
         let sent_at = Instant::now();
         let (reply, channel) = self.send(&request).await?;
         let state = if matches!(reply, Reply::Queued) {
@@ -189,7 +198,11 @@ impl Ticket {
         let ask = self.ask.clone();
         let timeout = ask.client.inner.request_timeout.saturating_add(wait);
         let sent_at = Instant::now();
-        let request = Request::Wait { space: ask.space(), key: &ask.key, wait };
+        let request = Request::command(command::Wait {
+            space: ask.space(),
+            key: &ask.key,
+            wait: wait.into(),
+        });
         let reply = match self.state.as_mut().expect("taken only at the end") {
             Place::Granted(_) => {
                 let Some(Place::Granted(guard)) = self.state.take() else { return Ok(None) };
@@ -220,8 +233,11 @@ impl Drop for Ticket {
         // A granted one is a guard and releases itself; an own connection takes its place with it.
         if let Some(Place::Queued(Channel::Shared(link))) = &self.state {
             // A wait that gives up at once leaves the queue; if the lock was granted meanwhile it is given back.
-            let request =
-                Request::Wait { space: self.ask.space(), key: &self.ask.key, wait: Duration::ZERO };
+            let request = Request::command(command::Wait {
+                space: self.ask.space(),
+                key: &self.ask.key,
+                wait: Span::ZERO,
+            });
             link.tell(&request);
         }
     }

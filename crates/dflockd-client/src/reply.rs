@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Op, Push, Response, TokenText, Unit};
+use dflockd_wire::{ErrorCode, LeaderEvent as News, LostReason, Op, Push, Response, Token, Unit};
+#[cfg(feature = "grpc")]
+use dflockd_wire::{Grant, Outcome};
 use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Lost};
@@ -40,19 +42,15 @@ impl From<Push<'_>> for Incoming {
                 let (event, key) = (event.to_owned(), key.to_vec());
                 Self::Event(Event::Change(Change { event, key }))
             }
-            Push::Leader { event, .. } => match event {
-                "elected" => Self::Event(Event::Leader(LeaderEvent::Elected)),
-                "resigned" => Self::Event(Event::Leader(LeaderEvent::Resigned)),
-                "failover" => Self::Event(Event::Leader(LeaderEvent::Failover)),
-                _ => Self::Other,
+            Push::Leader { event, .. } => match News::parse(event) {
+                Some(News::Elected) => Self::Event(Event::Leader(LeaderEvent::Elected)),
+                Some(News::Resigned) => Self::Event(Event::Leader(LeaderEvent::Resigned)),
+                Some(News::Failover) => Self::Event(Event::Leader(LeaderEvent::Failover)),
+                None => Self::Other,
             },
             Push::Lost { fence, reason, .. } => {
-                let reason = match reason {
-                    "forced" => Lost::Forced,
-                    "session" => Lost::Session,
-                    _ => Lost::Expired,
-                };
-                Self::Lost { fence, reason }
+                let reason = LostReason::parse(reason).unwrap_or(LostReason::Expired);
+                Self::Lost { fence, reason: reason.into() }
             }
         }
     }
@@ -63,7 +61,7 @@ pub(crate) enum Reply {
     Ok,
     /// A lock is held, at once or after waiting.
     Granted {
-        token: TokenText,
+        token: Token,
         lease: Duration,
     },
     Renewed(Duration),
@@ -83,6 +81,43 @@ pub(crate) enum Reply {
     Unexpected(String),
 }
 
+impl From<LostReason> for Lost {
+    fn from(reason: LostReason) -> Self {
+        match reason {
+            LostReason::Expired => Self::Expired,
+            LostReason::Forced => Self::Forced,
+            LostReason::Session => Self::Session,
+        }
+    }
+}
+
+#[cfg(feature = "grpc")]
+impl From<Outcome> for Reply {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Done | Outcome::Written(_) => Self::Ok,
+            Outcome::Granted(Grant { token, lease })
+            | Outcome::Acquired(Grant { token, lease }) => {
+                Self::Granted { token, lease: lease.into() }
+            }
+            Outcome::Renewed { lease, .. } => Self::Renewed(lease.into()),
+            Outcome::Queued => Self::Queued,
+            Outcome::Timeout => Self::Timeout,
+            Outcome::Empty => Self::Nil,
+            Outcome::Conflict => Self::CasConflict,
+            Outcome::Number(number) => Self::Number(number),
+            Outcome::Value(value)
+            | Outcome::Popped { value, .. }
+            | Outcome::Entry { value, .. } => Self::Value(value.to_vec()),
+            Outcome::Items(items) | Outcome::Part(items) => {
+                Self::Json(items.iter().map(|item| String::from_utf8_lossy(item)).collect())
+            }
+            Outcome::Refused(refusal) => Self::Refused(refusal.spec().line),
+            Outcome::Compacted(_) => Self::Refused(ErrorCode::Error),
+        }
+    }
+}
+
 impl Reply {
     /// Reads the answer to a request `op`.
     pub(crate) fn parse(op: Op, line: &[u8], unit: Unit) -> Self {
@@ -90,8 +125,8 @@ impl Reply {
             Some(Response::Ok) => Self::Ok,
             Some(
                 Response::Granted { token, lease, .. } | Response::Acquired { token, lease, .. },
-            ) => Self::Granted { token, lease },
-            Some(Response::Renewed { remaining, .. }) => Self::Renewed(remaining),
+            ) => Self::Granted { token, lease: lease.into() },
+            Some(Response::Renewed { remaining, .. }) => Self::Renewed(remaining.into()),
             Some(Response::Queued) => Self::Queued,
             Some(Response::Timeout) => Self::Timeout,
             Some(Response::Nil) => Self::Nil,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use dflockd_wire::{End, ErrorCode, Request, SECONDS_MAX};
+use dflockd_wire::{End, ErrorCode, Expect, Query, Request, SECONDS_MAX, Span, command};
 
 use crate::client::{Client, check_value};
 use crate::error::Error;
@@ -29,7 +29,7 @@ impl Counter {
     ///
     /// If it would overflow, or the server can not be asked.
     pub async fn add(&self, delta: i64) -> Result<i64, Error> {
-        let request = Request::Add { key: &self.key, delta, decrement: false };
+        let request = Request::command(command::Add { key: &self.key, delta, decrement: false });
         self.client.ask(&self.key, &request).await?.number(request.op().name())
     }
 
@@ -39,7 +39,7 @@ impl Counter {
     ///
     /// If the server can not be asked.
     pub async fn get(&self) -> Result<i64, Error> {
-        let request = Request::CounterGet { key: &self.key };
+        let request = Request::Query(Query::Counter { key: &self.key });
         self.client.ask(&self.key, &request).await?.number(request.op().name())
     }
 
@@ -49,7 +49,7 @@ impl Counter {
     ///
     /// If the server refuses or can not be asked.
     pub async fn set(&self, value: i64) -> Result<(), Error> {
-        let request = Request::CounterSet { key: &self.key, value };
+        let request = Request::command(command::CounterSet { key: &self.key, value });
         self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 }
@@ -72,7 +72,7 @@ impl Kv {
     ///
     /// If the server can not be asked.
     pub async fn get(&self) -> Result<Option<Vec<u8>>, Error> {
-        let request = Request::KvGet { key: &self.key };
+        let request = Request::Query(Query::Kv { key: &self.key });
         self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 
@@ -83,7 +83,8 @@ impl Kv {
     /// If the value can not be sent, or the server refuses or can not be asked.
     pub async fn set(&self, value: &[u8], ttl: Option<Duration>) -> Result<(), Error> {
         check_kv(value)?;
-        let request = Request::KvSet { key: &self.key, value, ttl };
+        let request =
+            Request::command(command::KvSet { key: &self.key, value, ttl: ttl.map(Span::from) });
         self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 
@@ -93,7 +94,7 @@ impl Kv {
     ///
     /// If the server can not be asked.
     pub async fn delete(&self) -> Result<(), Error> {
-        let request = Request::KvDelete { key: &self.key };
+        let request = Request::command(command::KvDelete { key: &self.key });
         self.client.ask(&self.key, &request).await?.done(request.op().name())
     }
 
@@ -110,7 +111,9 @@ impl Kv {
     ) -> Result<bool, Error> {
         check_kv(new)?;
         old.map(check_kv).transpose()?;
-        let request = Request::KvCompareAndSet { key: &self.key, old, new, ttl };
+        let (key, ttl) = (&self.key, ttl.map(Span::from));
+        let expect = old.map_or(Expect::Absent, Expect::Value);
+        let request = Request::command(command::KvCompareAndSet { key, expect, value: new, ttl });
         let reply = self.client.ask(&self.key, &request).await?;
         let is_conflict = matches!(reply, Reply::CasConflict);
         if is_conflict { Ok(false) } else { reply.done(request.op().name()).map(|()| true) }
@@ -200,7 +203,7 @@ impl List {
     /// If the server can not be asked.
     #[expect(clippy::len_without_is_empty, reason = "it is a question to the server")]
     pub async fn len(&self) -> Result<u64, Error> {
-        let request = Request::Length { key: &self.key };
+        let request = Request::Query(Query::Length { key: &self.key });
         self.client.ask(&self.key, &request).await?.count(request.op().name())
     }
 
@@ -245,24 +248,25 @@ impl List {
     }
 
     async fn range_at_once(&self, start: i64, stop: i64) -> Result<Vec<String>, Error> {
-        let request = Request::Range { key: &self.key, start, stop };
+        let request = Request::Query(Query::Range { key: &self.key, start, stop });
         self.client.ask(&self.key, &request).await?.json(request.op().name())
     }
 
     async fn push(&self, end: End, value: &[u8]) -> Result<u64, Error> {
         check_value(value)?;
-        let request = Request::Push { key: &self.key, end, value };
+        let request = Request::command(command::Push { key: &self.key, end, value });
         self.client.ask(&self.key, &request).await?.count(request.op().name())
     }
 
     async fn pop(&self, end: End) -> Result<Option<Vec<u8>>, Error> {
-        let request = Request::Pop { key: &self.key, end };
+        let request = Request::command(command::Pop { key: &self.key, end, wait: None });
         self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 
     async fn pop_wait(&self, end: End, wait: Duration) -> Result<Option<Vec<u8>>, Error> {
         let wait = wait.min(Duration::from_secs(SECONDS_MAX));
-        let request = Request::BlockingPop { key: &self.key, end, wait };
+        let request =
+            Request::command(command::Pop { key: &self.key, end, wait: Some(wait.into()) });
         self.client.ask(&self.key, &request).await?.value(request.op().name())
     }
 }
@@ -289,7 +293,11 @@ impl Barrier {
     /// If the server refuses or can not be asked.
     pub async fn wait(&self, wait: Duration) -> Result<bool, Error> {
         let wait = wait.min(Duration::from_secs(SECONDS_MAX));
-        let request = Request::BarrierWait { key: &self.key, count: self.count, wait };
+        let request = Request::command(command::BarrierWait {
+            key: &self.key,
+            count: self.count,
+            wait: wait.into(),
+        });
         let reply = self.client.ask(&self.key, &request).await?;
         let is_over = matches!(reply, Reply::Timeout);
         if is_over { Ok(false) } else { reply.done(request.op().name()).map(|()| true) }

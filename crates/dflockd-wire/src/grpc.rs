@@ -1,5 +1,5 @@
 //! The gRPC services `dflockd.v1`: messages, clients and servers, made from the files in `proto/dflockd/v1`, where they
-//! are described.
+//! are described, and the commands that messages stand for.
 
 #![expect(
     unused_qualifications,
@@ -7,6 +7,10 @@
     clippy::allow_attributes_without_reason,
     reason = "made by a program"
 )]
+
+mod calls;
+
+pub use calls::{CommandCall, CommandMessage, Head, lasting, space, space_number, token};
 
 tonic::include_proto!("dflockd.v1");
 

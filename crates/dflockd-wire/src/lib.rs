@@ -8,8 +8,8 @@
 //!
 //! - `op`: [`OPS`], every command once: its name, its arguments, its answers.
 //! - `line`: [`Decoder`], bytes to [`Frame`]s: partial input, line limits, request numbers.
-//! - `request`: [`Request`], a frame to a checked request and back.
-//! - `response`: [`Response`] and [`Push`], what the server writes, and [`TokenText`].
+//! - `request`: [`Request`], a frame to a checked request and back: mostly a command or a query of `dflockd-api`.
+//! - `response`: [`Response`] and [`Push`], what the server writes.
 //! - `text`: how integers, fields and units of time are written; shared by both directions.
 //!
 //! The path on the server is [`Decoder::decode`], [`Op::parse`], [`Request::parse`], and later
@@ -30,9 +30,13 @@ mod text;
 pub use dflockd_api::check::{
     COUNT_MAX, KEY_BYTES_MAX, PATTERN_TOKENS_MAX, REASON_BYTES_MAX, SECONDS_MAX,
 };
-pub use dflockd_api::{ERROR_CODES, End, ErrorCode, ErrorSpec, Mode, REFUSALS, Space, check};
+pub use dflockd_api::{
+    Command, ERROR_CODES, End, ErrorCode, ErrorSpec, Expect, Fence, Gift, Grant, LeaderEvent,
+    LostReason, Mode, Outcome, Query, REFUSALS, RequestId, Space, Span, Subscription, Token,
+    TokenText, check, command,
+};
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};
 pub use request::{LS_LIMIT_MAX, ParseError, Request};
-pub use response::{Push, Response, TokenText, print_number, split_number};
+pub use response::{Push, Response, print_number, split_number};
 pub use text::Unit;

@@ -1,5 +1,9 @@
-//! Every command of the protocol, once: parser, names, line limits and the protocol document all
-//! come from the list below.
+//! Every command of the protocol, once: its name, what its lines hold and who reads them, how long they may be, its
+//! answers. Parser, printer and the protocol document go by the list below.
+
+use dflockd_api::{End, Mode, Space};
+
+use crate::request::{ACQUIRE, ACQUIRE_SEMAPHORE, Lines, ParseError, Request};
 
 /// How long a line may be, unless its command says otherwise: without the LF, with a CR.
 pub const SHORT_BYTES_MAX: usize = 256;
@@ -41,6 +45,23 @@ impl ArgLimit {
     }
 }
 
+/// What a command is answered if it succeeds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// `ok`.
+    Plain,
+    /// `ok <token> <lease>`.
+    Grant,
+    /// `acquired <token> <lease>`.
+    Enqueue,
+    /// `ok <remaining>`.
+    Renew,
+    /// `ok <integer>`.
+    Number,
+    /// `ok <the rest of the line>`.
+    Value,
+}
+
 /// What there is to say about one command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpSpec {
@@ -57,6 +78,8 @@ pub struct OpSpec {
     pub answers: &'static str,
     /// How long the third line may be.
     pub arg_limit: ArgLimit,
+    /// What it is answered if it succeeds.
+    pub(crate) answer: Answer,
     /// What it does, in a sentence without a full stop.
     pub summary: &'static str,
 }
@@ -83,10 +106,14 @@ const fn text(name: &'static [u8]) -> &'static str {
     }
 }
 
-/// Makes [`Op`], [`OPS`] and [`Op::parse`]. Names are byte strings because only those compile to a
+/// Makes [`Op`], [`OPS`], [`Op::parse`] and [`Op::read`]. Names are byte strings because only those compile to a
 /// decision tree over length and bytes instead of a comparison per command.
 macro_rules! ops {
-    ($($op:ident $name:literal $key:literal $arg:literal $limit:ident $answers:literal $summary:literal)*) => {
+    ($(
+        $op:ident $name:literal $key:literal $arg:tt $limit:ident $answer:ident $parser:ident($($of:expr),*)
+            $answers:literal
+            $summary:literal
+    )*) => {
         /// A command of the protocol.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum Op {
@@ -105,6 +132,7 @@ macro_rules! ops {
                 arg: $arg,
                 answers: $answers,
                 arg_limit: ArgLimit::$limit,
+                answer: Answer::$answer,
                 summary: $summary,
             },)*
         ];
@@ -118,197 +146,204 @@ macro_rules! ops {
                     _ => None,
                 }
             }
+
+            /// Reads the other lines of this command.
+            pub(crate) fn read<'a>(self, lines: Lines<'a>) -> Result<Request<'a>, ParseError> {
+                match self {
+                    $(Self::$op => lines.$parser($($of),*),)*
+                }
+            }
         }
     };
 }
 
 ops! {
-    Auth b"auth" "_" "<token>" Long
+    Auth b"auth" "_" "<token>" Long Plain auth()
         "ok"
         "Authenticates the connection; the first request where a token is configured"
-    Ping b"ping" "_" "" Short
+    Ping b"ping" "_" "" Short Plain bare(Request::Ping)
         "ok"
         "Answers at once"
-    Stats b"stats" "_" "" Short
+    Stats b"stats" "_" "" Short Value bare(Request::Stats)
         "ok <json>"
         "Describes everything the server holds"
-    Barrier b"barrier" "_" "" Short
+    Barrier b"barrier" "_" "" Short Plain bare(Request::Barrier)
         "ok"
         "Answers once everything accepted before it is committed and applied"
-    StableRef b"stable-ref" "<reference>" "" Short
+    StableRef b"stable-ref" "<reference>" "" Short Plain stable_ref()
         "ok"
         "Labels the connection with a name that survives reconnects"
-    Hello b"hello" "<client name>" "<feature words>" Short
+    Hello b"hello" "<client name>" "<feature words>" Short Value hello()
         "ok <accepted words>"
         "Names the client and asks for features of the connection"
 
-    L b"l" "<key>" "<timeout> [<lease>]" Short
+    L b"l" "<key>" ACQUIRE Short Grant acquire(Mode::Mutex)
         "ok <token> <lease>|timeout|error_max_locks|error_max_waiters|error_limit_mismatch|error_type_mismatch|error_lease_expired"
         "Acquires a mutex, waiting up to the timeout"
-    R b"r" "<key>" "<token>" Short
+    R b"r" "<key>" "<token>" Short Plain release(Space::Locks, false)
         "ok"
         "Releases a mutex"
-    N b"n" "<key>" "<token> [<lease>]" Short
+    N b"n" "<key>" "<token> [<lease>]" Short Renew renew(Space::Locks)
         "ok <remaining>|error_lease_expired"
         "Renews the lease of a mutex"
-    E b"e" "<key>" "[<lease>]" Short
+    E b"e" "<key>" "[<lease>]" Short Enqueue enqueue(Mode::Mutex)
         "acquired <token> <lease>|queued|error_already_enqueued|error_max_locks|error_max_waiters|error_limit_mismatch|error_type_mismatch"
         "Queues for a mutex without waiting"
-    W b"w" "<key>" "<timeout>" Short
+    W b"w" "<key>" "<timeout>" Short Grant wait(Space::Locks)
         "ok <token> <lease>|timeout|error_not_enqueued|error_lease_expired"
         "Waits for the mutex queued for before"
 
-    Sl b"sl" "<key>" "<timeout> <limit> [<lease>]" Short
+    Sl b"sl" "<key>" ACQUIRE_SEMAPHORE Short Grant semaphore_acquire()
         "ok <token> <lease>|timeout|error_max_locks|error_max_waiters|error_limit_mismatch|error_type_mismatch|error_lease_expired"
         "Acquires a slot of a semaphore, waiting up to the timeout"
-    Sr b"sr" "<key>" "<token>" Short
+    Sr b"sr" "<key>" "<token>" Short Plain release(Space::Semaphores, false)
         "ok"
         "Releases a slot of a semaphore"
-    Sn b"sn" "<key>" "<token> [<lease>]" Short
+    Sn b"sn" "<key>" "<token> [<lease>]" Short Renew renew(Space::Semaphores)
         "ok <remaining>|error_lease_expired"
         "Renews the lease of a slot of a semaphore"
-    Se b"se" "<key>" "<limit> [<lease>]" Short
+    Se b"se" "<key>" "<limit> [<lease>]" Short Enqueue semaphore_enqueue()
         "acquired <token> <lease>|queued|error_already_enqueued|error_max_locks|error_max_waiters|error_limit_mismatch|error_type_mismatch"
         "Queues for a slot of a semaphore without waiting"
-    Sw b"sw" "<key>" "<timeout>" Short
+    Sw b"sw" "<key>" "<timeout>" Short Grant wait(Space::Semaphores)
         "ok <token> <lease>|timeout|error_not_enqueued|error_lease_expired"
         "Waits for the slot queued for before"
 
-    Rl b"rl" "<key>" "<timeout> [<lease>]" Short
+    Rl b"rl" "<key>" ACQUIRE Short Grant acquire(Mode::Read)
         "ok <token> <lease> <fence>|timeout|error_max_locks|error_max_waiters|error_type_mismatch|error_lease_expired"
         "Acquires a read lock, waiting up to the timeout"
-    Wl b"wl" "<key>" "<timeout> [<lease>]" Short
+    Wl b"wl" "<key>" ACQUIRE Short Grant acquire(Mode::Write)
         "ok <token> <lease> <fence>|timeout|error_max_locks|error_max_waiters|error_type_mismatch|error_lease_expired"
         "Acquires a write lock, waiting up to the timeout"
-    Rr b"rr" "<key>" "<token>" Short
+    Rr b"rr" "<key>" "<token>" Short Plain release(Space::Locks, false)
         "ok"
         "Releases a read lock"
-    Wr b"wr" "<key>" "<token>" Short
+    Wr b"wr" "<key>" "<token>" Short Plain release(Space::Locks, false)
         "ok"
         "Releases a write lock"
-    Rn b"rn" "<key>" "<token> [<lease>]" Short
+    Rn b"rn" "<key>" "<token> [<lease>]" Short Renew renew(Space::Locks)
         "ok <remaining> <fence>|error_lease_expired"
         "Renews the lease of a read lock"
-    Wn b"wn" "<key>" "<token> [<lease>]" Short
+    Wn b"wn" "<key>" "<token> [<lease>]" Short Renew renew(Space::Locks)
         "ok <remaining> <fence>|error_lease_expired"
         "Renews the lease of a write lock"
-    Re b"re" "<key>" "[<lease>]" Short
+    Re b"re" "<key>" "[<lease>]" Short Enqueue enqueue(Mode::Read)
         "acquired <token> <lease> <fence>|queued|error_already_enqueued|error_max_locks|error_max_waiters|error_type_mismatch"
         "Queues for a read lock without waiting"
-    We b"we" "<key>" "[<lease>]" Short
+    We b"we" "<key>" "[<lease>]" Short Enqueue enqueue(Mode::Write)
         "acquired <token> <lease> <fence>|queued|error_already_enqueued|error_max_locks|error_max_waiters|error_type_mismatch"
         "Queues for a write lock without waiting"
-    Rw b"rw" "<key>" "<timeout>" Short
+    Rw b"rw" "<key>" "<timeout>" Short Grant wait(Space::Locks)
         "ok <token> <lease> <fence>|timeout|error_not_enqueued|error_lease_expired"
         "Waits for the read lock queued for before"
-    Ww b"ww" "<key>" "<timeout>" Short
+    Ww b"ww" "<key>" "<timeout>" Short Grant wait(Space::Locks)
         "ok <token> <lease> <fence>|timeout|error_not_enqueued|error_lease_expired"
         "Waits for the write lock queued for before"
 
-    Elect b"elect" "<key>" "<timeout> [<lease>]" Short
+    Elect b"elect" "<key>" ACQUIRE Short Grant acquire(Mode::Election)
         "ok <token> <lease> <fence>|timeout|error_max_locks|error_max_waiters|error_limit_mismatch|error_type_mismatch|error_lease_expired"
         "Runs for leader, waiting up to the timeout"
-    Resign b"resign" "<key>" "<token>" Short
+    Resign b"resign" "<key>" "<token>" Short Plain release(Space::Locks, true)
         "ok"
         "Gives up leadership and tells the observers"
-    Observe b"observe" "<key>" "" Short
+    Observe b"observe" "<key>" "" Short Plain observe()
         "ok"
         "Subscribes to the leaders of an election"
-    Unobserve b"unobserve" "<key>" "" Short
+    Unobserve b"unobserve" "<key>" "" Short Plain unobserve()
         "ok"
         "Ends an `observe`"
 
-    Incr b"incr" "<key>" "<delta>" Short
+    Incr b"incr" "<key>" "<delta>" Short Number add(false)
         "ok <value>|error_max_keys"
         "Adds to a counter"
-    Decr b"decr" "<key>" "<delta>" Short
+    Decr b"decr" "<key>" "<delta>" Short Number add(true)
         "ok <value>|error_max_keys"
         "Subtracts from a counter"
-    Get b"get" "<key>" "" Short
+    Get b"get" "<key>" "" Short Number get()
         "ok <value>"
         "Reads a counter, 0 if there is none"
-    Cset b"cset" "<key>" "<value>" Short
+    Cset b"cset" "<key>" "<value>" Short Plain counter_set()
         "ok|error_max_keys"
         "Sets a counter"
 
-    Kset b"kset" "<key>" "<value>[TAB<ttl>]" ValueTtl
+    Kset b"kset" "<key>" "<value>[TAB<ttl>]" ValueTtl Plain kv_set()
         "ok|error_max_keys"
         "Stores a value under a key"
-    Kget b"kget" "<key>" "" Short
+    Kget b"kget" "<key>" "" Short Value kv_get()
         "ok <value>|nil"
         "Reads the value of a key"
-    Kdel b"kdel" "<key>" "" Short
+    Kdel b"kdel" "<key>" "" Short Plain kv_delete()
         "ok"
         "Deletes a key, if it exists"
-    Kcas b"kcas" "<key>" "<old>TAB<new>TAB<ttl>" TwoValues
+    Kcas b"kcas" "<key>" "<old>TAB<new>TAB<ttl>" TwoValues Plain kv_compare_and_set()
         "ok|cas_conflict|error_max_keys"
         "Replaces the value of a key if it is the old one; an empty old one means no entry"
 
-    Lpush b"lpush" "<key>" "<value>" Value
+    Lpush b"lpush" "<key>" "<value>" Value Number push(End::Left)
         "ok <length>|error_list_full|error_max_keys"
         "Adds an item to the left end of a list"
-    Rpush b"rpush" "<key>" "<value>" Value
+    Rpush b"rpush" "<key>" "<value>" Value Number push(End::Right)
         "ok <length>|error_list_full|error_max_keys"
         "Adds an item to the right end of a list"
-    Lpop b"lpop" "<key>" "" Short
+    Lpop b"lpop" "<key>" "" Short Value pop(End::Left)
         "ok <value>|nil"
         "Takes the leftmost item of a list"
-    Rpop b"rpop" "<key>" "" Short
+    Rpop b"rpop" "<key>" "" Short Value pop(End::Right)
         "ok <value>|nil"
         "Takes the rightmost item of a list"
-    Llen b"llen" "<key>" "" Short
+    Llen b"llen" "<key>" "" Short Number length()
         "ok <length>"
         "Counts the items of a list"
-    Lrange b"lrange" "<key>" "<start> <stop>" Short
+    Lrange b"lrange" "<key>" "<start> <stop>" Short Value range()
         "ok <json>|error_too_large"
         "Reads a range of a list; both ends included, negative numbers count from the right"
-    Blpop b"blpop" "<key>" "<timeout>" Short
+    Blpop b"blpop" "<key>" "<timeout>" Short Value blocking_pop(End::Left)
         "ok <value>|nil|error_max_keys|error_max_waiters"
         "Takes the leftmost item of a list, waiting up to the timeout for one"
-    Brpop b"brpop" "<key>" "<timeout>" Short
+    Brpop b"brpop" "<key>" "<timeout>" Short Value blocking_pop(End::Right)
         "ok <value>|nil|error_max_keys|error_max_waiters"
         "Takes the rightmost item of a list, waiting up to the timeout for one"
 
-    Bwait b"bwait" "<key>" "<count> <timeout>" Short
+    Bwait b"bwait" "<key>" "<count> <timeout>" Short Plain barrier_wait()
         "ok|timeout|error_barrier_count_mismatch|error_max_keys|error_max_waiters"
         "Waits until as many participants have arrived at a barrier"
 
-    Listen b"listen" "<channel or pattern>" "[<group>]" Short
+    Listen b"listen" "<channel or pattern>" "[<group>]" Short Plain listen()
         "ok"
         "Subscribes to signals; a group shares each signal among its members"
-    Unlisten b"unlisten" "<channel or pattern>" "[<group>]" Short
+    Unlisten b"unlisten" "<channel or pattern>" "[<group>]" Short Plain unlisten()
         "ok"
         "Ends a `listen` with the same pattern and group"
-    Signal b"signal" "<channel>" "<payload>" Long
+    Signal b"signal" "<channel>" "<payload>" Long Number signal()
         "ok <deliveries>"
         "Sends a payload to everybody who listens"
 
-    Watch b"watch" "<key or pattern>" "" Short
+    Watch b"watch" "<key or pattern>" "" Short Plain watch()
         "ok"
         "Subscribes to changes of keys"
-    Unwatch b"unwatch" "<key or pattern>" "" Short
+    Unwatch b"unwatch" "<key or pattern>" "" Short Plain unwatch()
         "ok"
         "Ends a `watch` of the same pattern"
 
-    Cancel b"cancel" "_" "<number>" Short
+    Cancel b"cancel" "_" "<number>" Short Plain cancel()
         "ok"
         "Withdraws a blocked request of this numbered connection"
-    Ack b"ack" "_" "<number>" Short
+    Ack b"ack" "_" "<number>" Short Plain acknowledge()
         "ok"
         "Says that all answers up to this number arrived"
-    Inspect b"inspect" "<key>" "" Short
+    Inspect b"inspect" "<key>" "" Short Value inspect()
         "ok <json>|nil"
         "Describes one key: holders, queue, revision"
-    Ls b"ls" "<prefix or _>" "<limit> [<after key>]" Short
+    Ls b"ls" "<prefix or _>" "<limit> [<after key>]" Short Value ls()
         "ok <json>"
         "Lists keys in order, with kind, holders and waiters"
-    ForceRelease b"force-release" "<key>" "<admin token> <lock|sem> <fence> <reason>" Long
+    ForceRelease b"force-release" "<key>" "<admin token> <lock|sem> <fence> <reason>" Long Plain force_release()
         "ok"
         "Ends somebody's hold; for administrators"
-    EndSession b"end-session" "<session id>" "<admin token> <reason>" Long
+    EndSession b"end-session" "<session id>" "<admin token> <reason>" Long Plain end_session()
         "ok"
         "Ends somebody's session; for administrators"
-    Cluster b"cluster" "<verb>" "<admin token> [<json>]" Long
+    Cluster b"cluster" "<verb>" "<admin token> [<json>]" Long Value cluster()
         "ok <json>"
         "Looks after a cluster: members, policy, snapshots, backups; for administrators"
 }

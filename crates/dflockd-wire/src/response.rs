@@ -1,86 +1,16 @@
 //! What the server writes: one answer per request, and pushes in between.
 
 use core::fmt;
-use core::time::Duration;
 
-use dflockd_api::ErrorCode;
+use dflockd_api::{ErrorCode, Span, Token};
 use memchr::memchr;
 
-use crate::op::Op;
+use crate::op::{Answer, Op};
 use crate::text::{
     Hidden, Shown, Unit, parse_i64, parse_u64, print_i64, print_u64, split_field, trim_cr,
 };
 
 pub use crate::line::split_number;
-
-/// The credential of a hold as it stands on the wire: 32 lowercase hexadecimal digits, the first 16
-/// of them the fence.
-///
-/// Whoever presents it may release the hold, so `Debug` shows the fence only.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct TokenText(pub [u8; 32]);
-
-impl TokenText {
-    /// The text of the token with this fence and this random part.
-    #[must_use]
-    pub fn from_parts(fence: u64, salt: u64) -> Self {
-        const DIGITS: &[u8; 16] = b"0123456789abcdef";
-        let mut text = [0; 32];
-        let bytes = fence.to_be_bytes().into_iter().chain(salt.to_be_bytes());
-        for (pair, byte) in text.chunks_exact_mut(2).zip(bytes) {
-            pair[0] = DIGITS[usize::from(byte >> 4)];
-            pair[1] = DIGITS[usize::from(byte & 15)];
-        }
-        Self(text)
-    }
-
-    /// The fence and the random part of `text`, if it is a well-formed token.
-    #[must_use]
-    pub fn parse(text: &[u8]) -> Option<(u64, u64)> {
-        let (fence, salt) = text.split_at_checked(16)?;
-        Some((parse_hex(fence)?, parse_hex(salt)?))
-    }
-
-    /// `text` as a token, if it is a well-formed one.
-    #[must_use]
-    pub fn from_bytes(text: &[u8]) -> Option<Self> {
-        Self::parse(text)?;
-        text.try_into().ok().map(Self)
-    }
-
-    /// The fence in the token, 0 if the token is malformed.
-    #[must_use]
-    pub fn fence(&self) -> u64 {
-        Self::parse(&self.0).map_or(0, |(fence, _)| fence)
-    }
-
-    /// The token as text, empty if it is malformed.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        core::str::from_utf8(&self.0).unwrap_or_default()
-    }
-}
-
-impl fmt::Debug for TokenText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "TokenText(fence {})", self.fence())
-    }
-}
-
-/// Exactly 16 lowercase hexadecimal digits.
-fn parse_hex(digits: &[u8]) -> Option<u64> {
-    let digits: &[u8; 16] = digits.try_into().ok()?;
-    let mut number = 0;
-    for byte in digits {
-        let digit = match byte {
-            b'0'..=b'9' => byte - b'0',
-            b'a'..=b'f' => byte - b'a' + 10,
-            _ => return None,
-        };
-        number = number << 4 | u64::from(digit);
-    }
-    Some(number)
-}
 
 /// The answer to one request.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -90,25 +20,25 @@ pub enum Response<'a> {
     /// `ok <token> <lease> [<fence>]`: the lock is held.
     Granted {
         /// The credential of the hold.
-        token: TokenText,
+        token: Token,
         /// How long it lasts without renewal.
-        lease: Duration,
+        lease: Span,
         /// The fence as a field of its own, for those who asked for it.
         fence: Option<u64>,
     },
     /// `acquired <token> <lease> [<fence>]`: the enqueue was granted at once.
     Acquired {
         /// The credential of the hold.
-        token: TokenText,
+        token: Token,
         /// How long it lasts without renewal.
-        lease: Duration,
+        lease: Span,
         /// The fence as a field of its own, for those who asked for it.
         fence: Option<u64>,
     },
     /// `ok <remaining> [<fence>]`: the lease was renewed.
     Renewed {
         /// How long it lasts from now on.
-        remaining: Duration,
+        remaining: Span,
         /// The fence of the hold, unchanged, for those who asked for it.
         fence: Option<u64>,
     },
@@ -230,7 +160,7 @@ impl<'a> Response<'a> {
             Some(space) => (&line[..space], Some(&line[space + 1..])),
             None => (line, None),
         };
-        match (answer(op), status, rest) {
+        match (op.spec().answer, status, rest) {
             (Answer::Plain, b"ok", None) => Some(Self::Ok),
             (Answer::Grant, b"ok", Some(rest)) => {
                 let (token, lease, fence) = parse_grant(rest, unit)?;
@@ -262,19 +192,13 @@ pub fn print_number(number: u64, out: &mut Vec<u8>) {
     out.push(b' ');
 }
 
-fn print_grant(
-    token: TokenText,
-    lease: Duration,
-    fence: Option<u64>,
-    unit: Unit,
-    out: &mut Vec<u8>,
-) {
-    out.extend_from_slice(&token.0);
+fn print_grant(token: Token, lease: Span, fence: Option<u64>, unit: Unit, out: &mut Vec<u8>) {
+    out.extend_from_slice(token.text().as_bytes());
     out.push(b' ');
     print_lease(lease, fence, unit, out);
 }
 
-fn print_lease(lease: Duration, fence: Option<u64>, unit: Unit, out: &mut Vec<u8>) {
+fn print_lease(lease: Span, fence: Option<u64>, unit: Unit, out: &mut Vec<u8>) {
     print_u64(unit.count_down(lease).max(1), out);
     if let Some(fence) = fence {
         out.push(b' ');
@@ -282,15 +206,16 @@ fn print_lease(lease: Duration, fence: Option<u64>, unit: Unit, out: &mut Vec<u8
     }
 }
 
-fn parse_grant(fields: &[u8], unit: Unit) -> Option<(TokenText, Duration, Option<u64>)> {
+fn parse_grant(fields: &[u8], unit: Unit) -> Option<(Token, Span, Option<u64>)> {
     let (token, rest) = split_field(fields);
     let (lease, fence) = parse_lease(rest, unit)?;
-    Some((TokenText::from_bytes(token)?, lease, fence))
+    Some((Token::parse(token)?, lease, fence))
 }
 
-fn parse_lease(fields: &[u8], unit: Unit) -> Option<(Duration, Option<u64>)> {
+fn parse_lease(fields: &[u8], unit: Unit) -> Option<(Span, Option<u64>)> {
     let (lease, rest) = split_field(fields);
-    let lease = unit.duration(parse_u64(lease)?);
+    // No lease is longer; whoever says so is not believed.
+    let lease = unit.span(parse_u64(lease)?.min(unit.count_max()));
     let fence = match rest {
         b"" => None,
         fence => Some(parse_u64(fence)?),
@@ -309,65 +234,6 @@ fn parse_error(line: &[u8]) -> Option<Response<'_>> {
         (ErrorCode::NotLeader, leader) => Some(Response::NotLeader(leader)),
         (code, None) => Some(Response::Error(code)),
         (_, Some(_)) => None,
-    }
-}
-
-/// The shape of a command's success.
-#[derive(Clone, Copy)]
-enum Answer {
-    Plain,
-    Grant,
-    Enqueue,
-    Renew,
-    Number,
-    Value,
-}
-
-const fn answer(op: Op) -> Answer {
-    match op {
-        Op::Auth
-        | Op::Ping
-        | Op::Barrier
-        | Op::StableRef
-        | Op::R
-        | Op::Sr
-        | Op::Rr
-        | Op::Wr
-        | Op::Resign
-        | Op::Observe
-        | Op::Unobserve
-        | Op::Cset
-        | Op::Kset
-        | Op::Kdel
-        | Op::Kcas
-        | Op::Bwait
-        | Op::Listen
-        | Op::Unlisten
-        | Op::Watch
-        | Op::Unwatch
-        | Op::Cancel
-        | Op::Ack
-        | Op::ForceRelease
-        | Op::EndSession => Answer::Plain,
-        Op::L | Op::W | Op::Sl | Op::Sw | Op::Rl | Op::Wl | Op::Rw | Op::Ww | Op::Elect => {
-            Answer::Grant
-        }
-        Op::E | Op::Se | Op::Re | Op::We => Answer::Enqueue,
-        Op::N | Op::Sn | Op::Rn | Op::Wn => Answer::Renew,
-        Op::Incr | Op::Decr | Op::Get | Op::Lpush | Op::Rpush | Op::Llen | Op::Signal => {
-            Answer::Number
-        }
-        Op::Stats
-        | Op::Hello
-        | Op::Kget
-        | Op::Lpop
-        | Op::Rpop
-        | Op::Lrange
-        | Op::Blpop
-        | Op::Brpop
-        | Op::Inspect
-        | Op::Ls
-        | Op::Cluster => Answer::Value,
     }
 }
 
@@ -496,13 +362,15 @@ fn trim_end(line: &[u8]) -> &[u8] {
 
 #[cfg(test)]
 mod tests {
+    use dflockd_api::Fence;
+    use dflockd_api::check::SECONDS_MAX;
     use proptest::prelude::*;
 
     use super::*;
     use crate::OPS;
 
-    const SECOND: Duration = Duration::from_secs(1);
-    const TOKEN: TokenText = TokenText(*b"00000000000000ff0123456789abcdef");
+    const SECOND: Span = Span::from_secs(1);
+    const TOKEN: Token = Token { fence: Fence(255), salt: 0x0123_4567_89ab_cdef };
 
     fn print(response: &Response<'_>, unit: Unit, number: Option<u64>) -> String {
         let mut out = Vec::new();
@@ -525,7 +393,7 @@ mod tests {
     #[test]
     fn answers() {
         check(Op::Ping, &Response::Ok, "ok");
-        let (token, lease) = (TOKEN, SECOND * 33);
+        let (token, lease) = (TOKEN, Span::from_secs(33));
         let granted = Response::Granted { token, lease, fence: None };
         check(Op::L, &granted, "ok 00000000000000ff0123456789abcdef 33");
         let granted = Response::Granted { token, lease, fence: Some(255) };
@@ -538,8 +406,12 @@ mod tests {
             &acquired,
             "acquired 00000000000000ff0123456789abcdef 33 18446744073709551615",
         );
-        check(Op::N, &Response::Renewed { remaining: SECOND * 60, fence: None }, "ok 60");
-        check(Op::Rn, &Response::Renewed { remaining: SECOND * 60, fence: Some(9) }, "ok 60 9");
+        check(Op::N, &Response::Renewed { remaining: Span::from_secs(60), fence: None }, "ok 60");
+        check(
+            Op::Rn,
+            &Response::Renewed { remaining: Span::from_secs(60), fence: Some(9) },
+            "ok 60 9",
+        );
         check(Op::Se, &Response::Queued, "queued");
         check(Op::W, &Response::Timeout, "timeout");
         check(Op::Lpop, &Response::Nil, "nil");
@@ -571,11 +443,11 @@ mod tests {
     #[test]
     fn leases_are_rounded_down_but_not_to_nothing() {
         let renewed = |lease| Response::Renewed { remaining: lease, fence: None };
-        let millis = Duration::from_millis;
+        let millis = Span::from_millis;
         assert_eq!(print(&renewed(millis(1_999)), Unit::Seconds, None), "ok 1\n");
         assert_eq!(print(&renewed(millis(10)), Unit::Seconds, None), "ok 1\n");
         assert_eq!(print(&renewed(millis(10)), Unit::Millis, None), "ok 10\n");
-        assert_eq!(print(&renewed(Duration::ZERO), Unit::Millis, None), "ok 1\n");
+        assert_eq!(print(&renewed(Span::ZERO), Unit::Millis, None), "ok 1\n");
     }
 
     #[test]
@@ -585,25 +457,6 @@ mod tests {
         assert_eq!(split_number(b"7 ok  x"), Some((7, &b"ok  x"[..])));
         for line in [&b"ok"[..], b"sig a b", b"7", b" 7 ok", b"0 ok", b""] {
             assert_eq!(split_number(line), None, "{:?}", Shown(line));
-        }
-    }
-
-    #[test]
-    fn tokens() {
-        assert_eq!(TokenText::from_parts(255, 0x0123_4567_89ab_cdef), TOKEN);
-        assert_eq!(TokenText::parse(&TOKEN.0), Some((255, 0x0123_4567_89ab_cdef)));
-        assert_eq!(TOKEN.fence(), 255);
-        assert_eq!(TOKEN.as_str(), "00000000000000ff0123456789abcdef");
-        for malformed in [
-            "",
-            "00000000000000ff0123456789abcde",
-            "00000000000000ff0123456789abcdef0",
-            "00000000000000FF0123456789abcdef",
-            "00000000000000fg0123456789abcdef",
-            "+0000000000000ff0123456789abcdef",
-        ] {
-            assert_eq!(TokenText::parse(malformed.as_bytes()), None, "{malformed}");
-            assert_eq!(TokenText::from_bytes(malformed.as_bytes()), None, "{malformed}");
         }
     }
 
@@ -656,25 +509,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tokens_round_trip(fence: u64, salt: u64) {
-            let token = TokenText::from_parts(fence, salt);
-            prop_assert_eq!(TokenText::parse(&token.0), Some((fence, salt)));
-            prop_assert_eq!(TokenText::from_bytes(&token.0), Some(token));
-            prop_assert_eq!(token.as_str(), format!("{fence:016x}{salt:016x}"));
-        }
-
-        #[test]
         fn answers_round_trip(
             fence: u64,
             with_fence: bool,
-            lease in 1_u64..1 << 40,
+            lease in 1..=SECONDS_MAX,
             number: i64,
             request in 1..=i64::MAX.unsigned_abs(),
             value in "[^\r\n]{0,40}",
             unit in unit(),
         ) {
-            let token = TokenText::from_parts(fence, lease);
-            let lease = unit.duration(lease);
+            let token = Token { fence: Fence(fence), salt: lease };
+            let lease = unit.span(lease);
             let fence = with_fence.then_some(fence);
             for (op, response) in [
                 (Op::L, Response::Granted { token, lease, fence }),

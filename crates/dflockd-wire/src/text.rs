@@ -1,8 +1,8 @@
 //! How numbers, fields and lengths of time are written. Knows no command.
 
 use core::fmt;
-use core::time::Duration;
 
+use dflockd_api::Span;
 use dflockd_api::check::SECONDS_MAX;
 
 /// What the numbers of timeouts, leases and TTLs on a connection count.
@@ -24,28 +24,27 @@ impl Unit {
         }
     }
 
-    pub(crate) const fn duration(self, count: u64) -> Duration {
+    pub(crate) const fn span(self, count: u64) -> Span {
         match self {
-            Self::Seconds => Duration::from_secs(count),
-            Self::Millis => Duration::from_millis(count),
+            Self::Seconds => Span::from_secs(count),
+            Self::Millis => Span::from_millis(count),
         }
     }
 
-    /// Whole units in `duration`, the rest dropped.
-    pub(crate) fn count_down(self, duration: Duration) -> u64 {
+    /// Whole units in `span`, the rest dropped.
+    pub(crate) const fn count_down(self, span: Span) -> u64 {
         match self {
-            Self::Seconds => duration.as_secs(),
-            Self::Millis => u64::try_from(duration.as_millis()).unwrap_or(u64::MAX),
+            Self::Seconds => span.0 / Self::Seconds.span(1).0,
+            Self::Millis => span.0 / Self::Millis.span(1).0,
         }
     }
 
-    /// Whole units that cover `duration`, at most what a server accepts.
+    /// Whole units that cover `span`, at most what a server accepts.
     ///
     /// Rounds up as all clients do: a wait of 300 ms must not become a try-lock.
-    pub(crate) fn count_up(self, duration: Duration) -> u64 {
-        let down = self.count_down(duration);
-        let up = down.saturating_add(u64::from(self.duration(down) < duration));
-        up.min(self.count_max())
+    pub(crate) fn count_up(self, span: Span) -> u64 {
+        let down = self.count_down(span);
+        (down + u64::from(self.span(down) < span)).min(self.count_max())
     }
 }
 
@@ -204,12 +203,12 @@ mod tests {
 
     #[test]
     fn rounding() {
-        let up = |millis| Unit::Seconds.count_up(Duration::from_millis(millis));
+        let up = |millis| Unit::Seconds.count_up(Span::from_millis(millis));
         assert_eq!((up(0), up(1), up(1_000), up(1_001)), (0, 1, 1, 2));
-        assert_eq!(Unit::Millis.count_up(Duration::from_micros(1)), 1);
-        assert_eq!(Unit::Seconds.count_up(Duration::MAX), 9_223_372_036);
-        assert_eq!(Unit::Millis.count_up(Duration::MAX), 9_223_372_036_000);
-        assert_eq!(Unit::Seconds.count_down(Duration::from_millis(1_999)), 1);
+        assert_eq!(Unit::Millis.count_up(Span(1_000)), 1);
+        assert_eq!(Unit::Seconds.count_up(Span(u64::MAX)), 9_223_372_036);
+        assert_eq!(Unit::Millis.count_up(Span(u64::MAX)), 9_223_372_036_000);
+        assert_eq!(Unit::Seconds.count_down(Span::from_millis(1_999)), 1);
     }
 
     proptest! {

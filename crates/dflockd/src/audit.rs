@@ -12,8 +12,6 @@ use dflockd_engine::Api;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::metrics::api_name;
-
 /// Records that are kept.
 const RECORDS_MAX: usize = 1000;
 
@@ -47,7 +45,7 @@ impl Via {
     /// What it is called.
     pub(crate) fn name(self) -> &'static str {
         match self {
-            Self::Api(api) => api_name(api),
+            Self::Api(api) => api.name(),
             Self::Member => "member",
         }
     }

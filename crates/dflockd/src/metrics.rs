@@ -16,7 +16,7 @@ use std::time::Duration;
 use arc_swap::ArcSwap;
 use axum::http::{Method, StatusCode};
 use dflockd_core::{
-    BUCKETS, CommandKind, Counts, Histogram, Primitive, REFUSALS, Span, Tally, Timestamp,
+    BUCKETS, CommandKind, Counts, Histogram, KeyKind, Primitive, REFUSALS, Span, Tally, Timestamp,
 };
 use dflockd_engine::{Api, Replicated, TIMES_BUCKETS, Times};
 use dflockd_wire::{OPS, Op};
@@ -151,7 +151,7 @@ impl Metrics {
 
     /// So many connections each protocol can have.
     pub(crate) fn set_connections_max(&self, max: impl Fn(Api) -> u64) {
-        for api in [Api::Line, Api::Http, Api::Grpc] {
+        for api in Api::ALL {
             self.apis[api as usize].connections_max.store(max(api), Relaxed);
         }
     }
@@ -226,8 +226,7 @@ impl Metrics {
     fn add_apis(&self, page: &mut Page, service: &Service) {
         let line = service.connections.load(Relaxed) as u64;
         page.value(&n::CONNECTIONS, line);
-        let apis = [Api::Line, Api::Http, Api::Grpc];
-        let each = |count: &dyn Fn(Api) -> u64| apis.map(|api| (api_name(api), count(api)));
+        let each = |count: &dyn Fn(Api) -> u64| Api::ALL.map(|api| (api.name(), count(api)));
         page.by(
             &n::OPEN_CONNECTIONS,
             each(&|api| match api {
@@ -239,9 +238,9 @@ impl Metrics {
         page.by(&n::CONNECTIONS_MAX, each(&|api| counts(api).connections_max.load(Relaxed)));
         page.by(&n::CONNECTIONS_REFUSED, each(&|api| counts(api).refused.load(Relaxed)));
         let tokens = |count: fn(&ApiCounts) -> &[AtomicU64; 2]| {
-            let rows = apis.into_iter().flat_map(|api| TokenKind::ALL.map(|kind| (api, kind)));
+            let rows = Api::ALL.into_iter().flat_map(|api| TokenKind::ALL.map(|kind| (api, kind)));
             rows.map(move |(api, kind)| {
-                let labels = [api_name(api).to_owned(), kind.name().to_owned()];
+                let labels = [api.name().to_owned(), kind.name().to_owned()];
                 (labels, count(counts(api))[kind as usize].load(Relaxed))
             })
         };
@@ -308,15 +307,6 @@ pub(crate) fn known_method(method: &Method) -> &'static str {
     known.copied().unwrap_or("OTHER")
 }
 
-/// The name of an API in labels and records.
-pub(crate) fn api_name(api: Api) -> &'static str {
-    match api {
-        Api::Line => "line",
-        Api::Http => "http",
-        Api::Grpc => "grpc",
-    }
-}
-
 fn add_tally(page: &mut Page, tally: &Tally) {
     let of = |count: fn(&Counts) -> u64| {
         Primitive::ALL.map(|primitive| (primitive.name(), count(tally.of(primitive))))
@@ -336,12 +326,12 @@ fn add_tally(page: &mut Page, tally: &Tally) {
     page.value(&n::QUEUE_LONGEST, tally.longest_queue);
     page.value(&n::LOCK_KEYS, tally.lock_keys);
     let values = [
-        ("counter", tally.counters),
-        ("kv", tally.kv),
-        ("list", tally.lists),
-        ("barrier", tally.barriers),
+        (KeyKind::Counter, tally.counters),
+        (KeyKind::Kv, tally.kv),
+        (KeyKind::List, tally.lists),
+        (KeyKind::Barrier, tally.barriers),
     ];
-    page.by(&n::VALUES, values);
+    page.by(&n::VALUES, values.map(|(kind, count)| (kind.name(), count)));
     page.value(&n::SIGNAL_LISTENERS, tally.listeners);
     let subscriptions =
         [("signals", tally.listeners), ("changes", tally.watches), ("leaders", tally.observers)];

@@ -24,7 +24,7 @@ use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::audit::{AuditEvent, By, run_detached};
-use crate::frontend::caller::{Caller, Gone};
+use crate::frontend::caller::{Caller, SessionEnded};
 use crate::report;
 use crate::service::Service;
 
@@ -175,7 +175,7 @@ pub(crate) async fn end_hold(
     by: By,
     (key, space, fence): (Vec<u8>, Space, u64),
     reason: String,
-) -> Result<Outcome, Gone> {
+) -> Result<Outcome, SessionEnded> {
     let ended = run_detached(async move {
         let command =
             Command::ForceRelease(command::ForceRelease { key: &key, space, fence: Fence(fence) });
@@ -184,7 +184,7 @@ pub(crate) async fn end_hold(
         service.audit.note(&by, AuditEvent::EndHold { key, fence }, &reason, done);
         outcome
     });
-    ended.await.unwrap_or(Err(Gone))
+    ended.await.unwrap_or(Err(SessionEnded))
 }
 
 /// Ends somebody's session or connection.
@@ -194,14 +194,14 @@ pub(crate) async fn end_session(
     by: By,
     session: u64,
     reason: String,
-) -> Result<Outcome, Gone> {
+) -> Result<Outcome, SessionEnded> {
     let ended = run_detached(async move {
         let outcome = caller.kick(SessionId(session)).await;
         let done = outcome.as_ref().ok().map(|outcome| *outcome == Outcome::Done);
         service.audit.note(&by, AuditEvent::EndSession { session }, &reason, done);
         outcome
     });
-    ended.await.unwrap_or(Err(Gone))
+    ended.await.unwrap_or(Err(SessionEnded))
 }
 
 fn joined(service: &Service) -> Result<&Arc<Replicated>, String> {
@@ -279,7 +279,7 @@ pub(crate) struct Backup(Mutex<Option<Bytes>>);
 /// What the verbs need. Which of it, each says.
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-struct Wanted {
+struct VerbArgs {
     node: Option<String>,
     peer_addr: Option<String>,
     client_addr: Option<String>,
@@ -313,9 +313,9 @@ pub(crate) fn serve(service: &Service, verb: &str, text: &str, by: &By, backup: 
     }
 }
 
-fn parse(text: &str) -> Result<Wanted, String> {
+fn parse(text: &str) -> Result<VerbArgs, String> {
     if text.is_empty() {
-        return Ok(Wanted::default());
+        return Ok(VerbArgs::default());
     }
     serde_json::from_str(text).map_err(|error| {
         // What it says of the text may show a part of it, so only the place is told.
@@ -323,17 +323,17 @@ fn parse(text: &str) -> Result<Wanted, String> {
     })
 }
 
-fn serve_verb(service: &Service, verb: &str, wanted: &Wanted, by: &By, backup: &Backup) -> Answer {
+fn serve_verb(service: &Service, verb: &str, args: &VerbArgs, by: &By, backup: &Backup) -> Answer {
     let action = match verb {
-        "backup" => return serve_backup(service, wanted, by, backup),
-        "policy" if wanted.set.is_none() => {
+        "backup" => return serve_backup(service, args, by, backup),
+        "policy" if args.set.is_none() => {
             return Ok(json!({ "policy": policy_to_json(&policy(service)?) }));
         }
-        _ => wanted.action(verb)?,
+        _ => args.action(verb)?,
     };
     let reason = match &action {
-        AdminAction::Ask(AdminRequest::Snapshot) => wanted.reason.as_deref().unwrap_or_default(),
-        AdminAction::Ask(_) | AdminAction::SetPolicy(_) => check_reason(wanted.reason.as_deref())?,
+        AdminAction::Ask(AdminRequest::Snapshot) => args.reason.as_deref().unwrap_or_default(),
+        AdminAction::Ask(_) | AdminAction::SetPolicy(_) => check_reason(args.reason.as_deref())?,
     };
     match Handle::current().block_on(perform(service, by, action, reason))? {
         Done::Changed => Ok(json!({})),
@@ -341,7 +341,7 @@ fn serve_verb(service: &Service, verb: &str, wanted: &Wanted, by: &By, backup: &
     }
 }
 
-impl Wanted {
+impl VerbArgs {
     fn action(&self, verb: &str) -> Result<AdminAction, String> {
         let node = || check_node(self.node.as_deref());
         Ok(AdminAction::Ask(match verb {
@@ -375,10 +375,10 @@ impl Wanted {
 }
 
 /// Without an offset a new one begins; with one a piece of it is handed out.
-fn serve_backup(service: &Service, wanted: &Wanted, by: &By, backup: &Backup) -> Answer {
+fn serve_backup(service: &Service, args: &VerbArgs, by: &By, backup: &Backup) -> Answer {
     let member = joined(service)?;
-    let Some(offset) = wanted.offset else {
-        let reason = check_reason(wanted.reason.as_deref())?;
+    let Some(offset) = args.offset else {
+        let reason = check_reason(args.reason.as_deref())?;
         let copied = Handle::current().block_on(timeout(SNAPSHOT_TIMEOUT, member.copy()));
         let copied = copied.unwrap_or_else(|_| Err("no snapshot in time".into()));
         service.audit.note(by, AuditEvent::Backup, reason, Some(copied.is_ok()));
@@ -386,7 +386,7 @@ fn serve_backup(service: &Service, wanted: &Wanted, by: &By, backup: &Backup) ->
         let cluster = member.view().cluster;
         let bytes = write_backup(cluster, member.node(), &copy);
         let told = json!({
-            "bytes": bytes.len(), "index": copy.index, "cluster_id": digits(&cluster),
+            "bytes": bytes.len(), "index": copy.index, "cluster_id": cluster_id(&cluster),
         });
         *backup.0.lock() = Some(bytes);
         return Ok(told);
@@ -395,7 +395,7 @@ fn serve_backup(service: &Service, wanted: &Wanted, by: &By, backup: &Backup) ->
     let bytes = kept.as_ref().ok_or("no backup was begun on this connection")?;
     let rest = bytes.get(offset..).ok_or("it is not that long")?;
     let piece = &rest[..rest.len().min(PIECE_BYTES)];
-    let answer = json!({ "data": digits(piece) });
+    let answer = json!({ "data": hex::encode(piece) });
     if piece.len() == rest.len() {
         *kept = None;
     }
@@ -433,15 +433,9 @@ fn check_reason(reason: Option<&str>) -> Result<&str, String> {
     check::reason(reason.unwrap_or_default()).map_err(|invalid| invalid.text.to_owned())
 }
 
-fn digits(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    let digit = |nibble: u8| char::from(DIGITS[usize::from(nibble)]);
-    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
-}
-
 /// The name of a cluster as people read it.
 pub(crate) fn cluster_id(cluster: &Bits128) -> String {
-    digits(cluster)
+    hex::encode(cluster)
 }
 
 // ---- The policy ----

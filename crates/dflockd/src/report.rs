@@ -10,6 +10,7 @@ use dflockd_core::{
     Bytes, ChannelView, HolderView, KeyKind, KeyView, Listed, LockKind, LockView, SessionId,
     WaiterView,
 };
+use dflockd_engine::Engine;
 use serde::Serialize;
 
 use crate::service::{ANSWER_BYTES_MAX, Service, seconds};
@@ -48,7 +49,7 @@ struct Lock<'a> {
     fence: Option<String>,
     waiters: u32,
     #[serde(flatten)]
-    who: Who,
+    who: Participants,
 }
 
 #[derive(Serialize)]
@@ -74,12 +75,12 @@ struct ReadWrite<'a> {
     fence: Option<String>,
     waiters: u32,
     #[serde(flatten)]
-    who: Who,
+    who: Participants,
 }
 
-/// Who holds a lock and who waits for it; what does not fit is counted.
+/// Participants holds a lock and who waits for it; what does not fit is counted.
 #[derive(Serialize)]
-struct Who {
+struct Participants {
     holders: Vec<Holder>,
     #[serde(skip_serializing_if = "is_zero")]
     holders_more: u32,
@@ -230,7 +231,7 @@ pub(crate) fn cluster(service: &Service) -> Option<Cluster> {
 /// The answer to `stats`.
 pub(crate) fn stats(service: &Service) -> Vec<u8> {
     let survey = service.engine.survey(STATS_EACH_MAX);
-    let mut labels = Labels { service, known: HashMap::new() };
+    let mut names = Names::new(&service.engine);
     let mut stats = Stats {
         connections: service.connections.load(Ordering::Relaxed)
             + usize::try_from(service.metrics.http_sessions()).unwrap_or(usize::MAX),
@@ -250,7 +251,7 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
         cluster: cluster(service),
     };
     for lock in &survey.locks {
-        stats.add_lock(lock, &mut labels);
+        stats.add_lock(lock, &mut names);
     }
     stats.counters.extend(survey.counters.iter().map(|counter| Counter {
         key: text(&counter.key),
@@ -332,7 +333,7 @@ impl<'a> Stats<'a> {
         longest > 0
     }
 
-    fn add_lock(&mut self, lock: &'a LockView, labels: &mut Labels<'_>) {
+    fn add_lock(&mut self, lock: &'a LockView, names: &mut Names<'_>) {
         let key = text(&lock.key);
         let kind = KeyKind::of_lock(lock.space, lock.kind);
         if let Some(idle) = lock.idle {
@@ -347,7 +348,7 @@ impl<'a> Stats<'a> {
         let first = lock.holders.first();
         let fence = first.map(|holder| holder.fence.0.to_string());
         let waiters = lock.waiters_total;
-        let who = labels.who(lock);
+        let who = names.who(lock);
         match (kind, lock.kind) {
             (KeyKind::Semaphore, LockKind::Slots(limit)) => self.semaphores.push(Semaphore {
                 key,
@@ -378,11 +379,16 @@ impl<'a> Stats<'a> {
 
 /// One of the things a key is.
 #[derive(Serialize)]
-#[serde(rename_all = "snake_case", tag = "kind")]
-enum Inspected<'a> {
-    Mutex(InspectedLock<'a>),
-    Semaphore(InspectedLock<'a>),
-    Rwlock(InspectedLock<'a>),
+struct Inspected<'a> {
+    kind: &'static str,
+    #[serde(flatten)]
+    view: InspectedView<'a>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum InspectedView<'a> {
+    Lock(InspectedLock<'a>),
     Counter { key: Cow<'a, str>, value: i64, idle_s: f64, revision: u64 },
     Kv { key: Cow<'a, str>, value_len: usize, ttl: f64, idle_s: f64, revision: u64 },
     List { key: Cow<'a, str>, len: usize, pop_waiters: usize, idle_s: f64, revision: u64 },
@@ -400,7 +406,7 @@ struct InspectedLock<'a> {
     idle_s: Option<f64>,
     revision: u64,
     #[serde(flatten)]
-    who: Who,
+    who: Participants,
 }
 
 #[derive(Serialize)]
@@ -415,34 +421,37 @@ struct Inspection<'a> {
 /// The answer to `inspect`: nothing if nothing is known of the key. None if nobody can say.
 pub(crate) fn inspect(service: &Service, key: &[u8]) -> Option<Option<Vec<u8>>> {
     let views = service.engine.inspect(key, INSPECT_EACH_MAX)?;
-    let mut labels = Labels { service, known: HashMap::new() };
-    let mut all = views.iter().map(|view| match view {
-        KeyView::Lock(lock) => inspect_lock(lock, &mut labels),
-        KeyView::Counter(view) => Inspected::Counter {
-            key: text(&view.key),
-            value: view.value,
-            idle_s: seconds(view.idle),
-            revision: view.revision.0,
-        },
-        KeyView::Kv(view) => Inspected::Kv {
-            key: text(&view.key),
-            value_len: view.value_bytes,
-            ttl: view.ttl.map_or(0.0, seconds),
-            idle_s: seconds(view.idle),
-            revision: view.revision.0,
-        },
-        KeyView::List(view) => Inspected::List {
-            key: text(&view.key),
-            len: view.length,
-            pop_waiters: view.pop_waiters,
-            idle_s: seconds(view.idle),
-            revision: view.revision.0,
-        },
-        KeyView::Barrier(view) => Inspected::Barrier {
-            key: text(&view.key),
-            count: view.count,
-            participants: view.participants,
-            idle_s: seconds(view.idle),
+    let mut names = Names::new(&service.engine);
+    let mut all = views.iter().map(|view| Inspected {
+        kind: view.kind().name(),
+        view: match view {
+            KeyView::Lock(lock) => InspectedView::Lock(inspect_lock(lock, &mut names)),
+            KeyView::Counter(view) => InspectedView::Counter {
+                key: text(&view.key),
+                value: view.value,
+                idle_s: seconds(view.idle),
+                revision: view.revision.0,
+            },
+            KeyView::Kv(view) => InspectedView::Kv {
+                key: text(&view.key),
+                value_len: view.value_bytes,
+                ttl: view.ttl.map_or(0.0, seconds),
+                idle_s: seconds(view.idle),
+                revision: view.revision.0,
+            },
+            KeyView::List(view) => InspectedView::List {
+                key: text(&view.key),
+                len: view.length,
+                pop_waiters: view.pop_waiters,
+                idle_s: seconds(view.idle),
+                revision: view.revision.0,
+            },
+            KeyView::Barrier(view) => InspectedView::Barrier {
+                key: text(&view.key),
+                count: view.count,
+                participants: view.participants,
+                idle_s: seconds(view.idle),
+            },
         },
     });
     let Some(first) = all.next() else { return Some(None) };
@@ -456,18 +465,15 @@ impl Inspection<'_> {
     fn name_fewer(&mut self) -> bool {
         let mut any = false;
         for inspected in std::iter::once(&mut self.first).chain(&mut self.others) {
-            let (Inspected::Mutex(lock) | Inspected::Semaphore(lock) | Inspected::Rwlock(lock)) =
-                inspected
-            else {
-                continue;
-            };
-            any |= lock.who.name_fewer();
+            if let InspectedView::Lock(lock) = &mut inspected.view {
+                any |= lock.who.name_fewer();
+            }
         }
         any
     }
 }
 
-impl Who {
+impl Participants {
     fn name_fewer(&mut self) -> bool {
         let count = |names: usize| u32::try_from(names).unwrap_or(u32::MAX);
         let (holders, queue) = (self.holders.len(), self.queue.len());
@@ -479,26 +485,18 @@ impl Who {
     }
 }
 
-fn inspect_lock<'a>(lock: &'a LockView, labels: &mut Labels<'_>) -> Inspected<'a> {
-    let limit = match lock.kind {
-        LockKind::Slots(limit) => Some(limit),
-        LockKind::ReadWrite => None,
-    };
-    let inspected = InspectedLock {
+fn inspect_lock<'a>(lock: &'a LockView, names: &mut Names<'_>) -> InspectedLock<'a> {
+    InspectedLock {
         key: text(&lock.key),
-        limit,
+        limit: match lock.kind {
+            LockKind::Slots(limit) => Some(limit),
+            LockKind::ReadWrite => None,
+        },
         holders_total: lock.holders_total,
         waiters: lock.waiters_total,
         idle_s: lock.idle.map(seconds),
         revision: lock.revision.0,
-        who: labels.who(lock),
-    };
-    if lock.kind == LockKind::ReadWrite {
-        Inspected::Rwlock(inspected)
-    } else if KeyKind::of_lock(lock.space, lock.kind) == KeyKind::Mutex {
-        Inspected::Mutex(inspected)
-    } else {
-        Inspected::Semaphore(inspected)
+        who: names.who(lock),
     }
 }
 
@@ -539,20 +537,25 @@ pub(crate) fn ls(
 }
 
 /// Names of sessions, each looked up once.
-struct Labels<'a> {
-    service: &'a Service,
+pub(crate) struct Names<'a> {
+    engine: &'a Engine,
     known: HashMap<SessionId, Arc<str>>,
 }
 
-impl Labels<'_> {
-    fn of(&mut self, session: SessionId) -> Arc<str> {
-        let label = || self.service.engine.label(session).unwrap_or_else(|| "".into());
-        Arc::clone(self.known.entry(session).or_insert_with(label))
+impl<'a> Names<'a> {
+    pub(crate) fn new(engine: &'a Engine) -> Self {
+        Self { engine, known: HashMap::new() }
     }
 
-    fn who(&mut self, lock: &LockView) -> Who {
+    /// The name of a session; empty if nobody knows one.
+    pub(crate) fn of(&mut self, session: SessionId) -> Arc<str> {
+        let name = || self.engine.label(session).unwrap_or_else(|| "".into());
+        Arc::clone(self.known.entry(session).or_insert_with(name))
+    }
+
+    fn who(&mut self, lock: &LockView) -> Participants {
         let more = |total: u32, shown: usize| total - u32::try_from(shown).unwrap_or(total);
-        Who {
+        Participants {
             holders_more: more(lock.holders_total, lock.holders.len()),
             queue_more: more(lock.waiters_total, lock.queue.len()),
             holders: lock.holders.iter().map(|holder| self.holder(holder)).collect(),

@@ -5,7 +5,7 @@
 pub mod http {
     use std::borrow::Cow;
 
-    use dflockd_core::{Span, Token, check};
+    use dflockd_core::{Span, Token};
     use serde::{Deserialize, Serialize};
 
     use crate::frontend::http::{body, fields};
@@ -45,28 +45,10 @@ pub mod http {
         }
     }
 
-    /// A pattern of keys or channels.
-    #[must_use]
-    pub fn pattern(text: &str) -> Option<&[u8]> {
-        check::pattern(text.as_bytes()).ok()
-    }
-
-    /// An item of a list, or a payload.
-    #[must_use]
-    pub fn value(text: &str) -> Option<&[u8]> {
-        check::value(text.as_bytes()).ok()
-    }
-
-    /// The value of an entry.
-    #[must_use]
-    pub fn entry(text: &str) -> Option<&[u8]> {
-        check::entry(text.as_bytes()).ok()
-    }
-
     /// A token that somebody may hold.
     #[must_use]
     pub fn token(text: &str) -> Option<Token> {
-        fields::token(Some(text)).ok().flatten()
+        fields::token(Some(text)).ok().filter(|token| *token != Token::NONE)
     }
 
     /// A length of time, if it is a legal one.
@@ -80,67 +62,13 @@ pub mod http {
     pub fn number(text: &str) -> Option<u64> {
         fields::number(text)
     }
-
-    /// Why an operator does something.
-    #[must_use]
-    pub fn reason(text: &str) -> Option<&str> {
-        check::reason(text).ok()
-    }
 }
 
-/// What gRPC lets through.
+/// What gRPC lets through besides what `dflockd-wire` checks.
 pub mod grpc {
-    use dflockd_core::{Mode, RequestId, Span, Token};
+    use dflockd_core::RequestId;
 
     use crate::frontend::grpc::fields;
-
-    /// A key.
-    #[must_use]
-    pub fn key(key: &[u8]) -> Option<&[u8]> {
-        fields::key(key).ok()
-    }
-
-    /// A pattern of keys or channels.
-    #[must_use]
-    pub fn pattern(pattern: &[u8]) -> Option<&[u8]> {
-        fields::pattern(pattern).ok()
-    }
-
-    /// The name of a queue group.
-    #[must_use]
-    pub fn group(group: &[u8]) -> Option<&[u8]> {
-        fields::group(group).ok()
-    }
-
-    /// A value or an item of a list.
-    #[must_use]
-    pub fn value(value: &[u8]) -> Option<&[u8]> {
-        fields::value(value).ok()
-    }
-
-    /// What a signal carries.
-    #[must_use]
-    pub fn payload(payload: &[u8]) -> Option<&[u8]> {
-        fields::payload(b"c", payload).ok()
-    }
-
-    /// A length of time, if it is a legal one.
-    #[must_use]
-    pub fn span(millis: u64) -> Option<Span> {
-        fields::millis(millis).ok()
-    }
-
-    /// How a lock is asked for.
-    #[must_use]
-    pub fn mode(mode: i32, limit: u32) -> Option<Mode> {
-        fields::mode(mode, limit).ok()
-    }
-
-    /// A token that somebody may hold.
-    #[must_use]
-    pub fn token(text: &str) -> Option<Token> {
-        fields::token(text).ok()
-    }
 
     /// The number of a request that can be repeated, if it is a legal one.
     #[must_use]
@@ -152,17 +80,5 @@ pub mod grpc {
     #[must_use]
     pub fn page(limit: u32) -> Option<usize> {
         fields::page(limit).ok()
-    }
-
-    /// Why an operator does something.
-    #[must_use]
-    pub fn reason(text: &str) -> Option<&str> {
-        fields::reason(text).ok()
-    }
-
-    /// What people call a client, if it is a legal name.
-    #[must_use]
-    pub fn client_name(text: &str) -> Option<Option<&str>> {
-        fields::client_name(text).ok()
     }
 }

@@ -81,7 +81,7 @@ export function locks(root, route, { signal }) {
 const columns = [
 	keyColumn(),
 	whoColumn("Holder", "people", ({ holders: [first], holders_total: total }) =>
-		({ ...first, note: first ? (total > 1 ? `+ ${count(total - 1)}` : "") : "free" })),
+		({ ...first, note: first ? (total > 1 ? `+ ${count(total - 1)}` : first.leader ? "leader" : "") : "free" })),
 	ageColumn("Held for", (lock) => lock.holders[0]?.held_ms),
 	leaseColumn((lock) => lock.holders[0] && noteLease(lock.key, lock.holders[0])),
 	{ label: "Queue", cls: "num", cell(td) {

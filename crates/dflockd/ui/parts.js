@@ -65,7 +65,7 @@ export const keyColumn = () => ({
 
 export function kindText(lock) {
 	if (lock.kind === "semaphore") return lock.limit ? `semaphore of ${count(lock.limit)}` : "semaphore";
-	return lock.holders?.[0]?.leader ? "election" : lock.kind;
+	return lock.kind;
 }
 
 /** Who: the name that a client gave itself, leading to its session. `pick` gives `{ session, client, note }`. */

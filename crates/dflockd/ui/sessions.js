@@ -11,7 +11,7 @@ import { endSession } from "./dialogs.js";
 const PAGE = 200;
 const APIS = { line: "line protocol", http: "HTTP", grpc: "gRPC" };
 // Without an API its client speaks to another member, or to nobody now.
-const apiName = (session) => APIS[session.door] ?? "elsewhere";
+const apiName = (session) => APIS[session.api] ?? "elsewhere";
 
 export function sessions(root, _route, { signal }) {
 	let loaded = [];

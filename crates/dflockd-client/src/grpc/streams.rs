@@ -1,11 +1,11 @@
 //! Subscriptions: what comes by a stream.
 
-use dflockd_wire::Push;
 use dflockd_wire::grpc::elections_client::ElectionsClient;
 use dflockd_wire::grpc::signals_client::SignalsClient;
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::watch_client::WatchClient;
-use dflockd_wire::grpc::{ChangeKind, LeaderEvent, ObserveRequest, SubscribeRequest, WatchRequest};
+use dflockd_wire::grpc::{ObserveRequest, SubscribeRequest, WatchRequest};
+use dflockd_wire::{LeaderEvent, Push};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
@@ -23,7 +23,7 @@ impl Listener<'_> {
     /// From now on nothing is missed.
     fn begin(&mut self) {
         if !std::mem::replace(&mut self.begun, true) {
-            self.outlet.settle(Ok(Reply::Ok));
+            self.outlet.resolve(Ok(Reply::Ok));
         }
     }
 
@@ -88,8 +88,8 @@ pub(super) async fn watch(api: &Api, message: WatchRequest, outlet: &Outlet) -> 
         // The first message is a bookmark.
         listener.begin();
         for change in &told.changes {
-            if let Some(event) = event_of(change.kind()) {
-                listener.push(Push::Watch { event, key: &change.key });
+            if let Some(event) = change.kind().known() {
+                listener.push(Push::Watch { event: event.name(), key: &change.key });
             }
         }
     })
@@ -100,35 +100,11 @@ pub(super) async fn observe(api: &Api, message: ObserveRequest, outlet: &Outlet)
     let mut client = ElectionsClient::new(api.channel.clone());
     let (key, request) = (message.key.clone(), api.request(message));
     follow(outlet, Begins::Opened, client.observe(request), |listener, told| {
-        let event = match (told.event(), &told.leader) {
-            (LeaderEvent::Resigned, _) => "resigned",
-            (LeaderEvent::Failover, _) => "failover",
-            (LeaderEvent::Elected, _) | (LeaderEvent::Unspecified, Some(_)) => "elected",
-            (LeaderEvent::Unspecified, None) => return,
-        };
-        listener.push(Push::Leader { event, key: &key });
+        // Whoever leads at the beginning was elected.
+        let at_first = told.leader.as_ref().map(|_| LeaderEvent::Elected);
+        if let Some(event) = told.event().known().or(at_first) {
+            listener.push(Push::Leader { event: event.name(), key: &key });
+        }
     })
     .await
-}
-
-fn event_of(kind: ChangeKind) -> Option<&'static str> {
-    Some(match kind {
-        ChangeKind::Unspecified => return None,
-        ChangeKind::Acquire => "acquire",
-        ChangeKind::Release => "release",
-        ChangeKind::Elect => "elect",
-        ChangeKind::Resign => "resign",
-        ChangeKind::Incr => "incr",
-        ChangeKind::Decr => "decr",
-        ChangeKind::Cset => "cset",
-        ChangeKind::Kset => "kset",
-        ChangeKind::Kdel => "kdel",
-        ChangeKind::Kcas => "kcas",
-        ChangeKind::Lpush => "lpush",
-        ChangeKind::Rpush => "rpush",
-        ChangeKind::Lpop => "lpop",
-        ChangeKind::Rpop => "rpop",
-        ChangeKind::Blpop => "blpop",
-        ChangeKind::Brpop => "brpop",
-    })
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_wire::{ErrorCode, Request};
+use dflockd_wire::{ErrorCode, Query, Request};
 
 use super::{Kind, Link, Lost};
 use crate::clock::Instant;
@@ -34,7 +34,7 @@ pub(super) const PROBE_SLOW: Duration = Duration::from_secs(1);
 /// The others give a member up after 10 s.
 pub(super) const OUT_OF_TOUCH: Duration = Duration::from_secs(8);
 /// A read that asks the leader and changes nothing.
-const PROBE: Request<'static> = Request::CounterGet { key: b"_" };
+const PROBE: Request<'static> = Request::Query(Query::Counter { key: b"_" });
 
 /// Serves a link until it is closed.
 pub(super) async fn run(link: Arc<Link>, connection: Connection) {

@@ -10,7 +10,7 @@
 use std::time::{Duration, Instant};
 
 use dflockd_wire::{
-    Decoded, Decoder, ErrorCode, Frame, Op, Push, Request, Response, TokenText, Unit,
+    Decoded, Decoder, ErrorCode, Fence, Frame, Grant, Op, Outcome, Push, Request, Response, Unit,
 };
 use parking_lot::{Condvar, Mutex};
 
@@ -103,37 +103,39 @@ pub trait Api: Sized {
     fn log(&self) -> Vec<String>;
 }
 
-/// What a grant says.
-pub struct Told {
-    /// Its token.
-    pub token: TokenText,
-    /// Its lease.
-    pub lease: Duration,
-    /// Its fence.
-    pub fence: u64,
-}
-
-/// The answer to a request for a lock.
-pub fn granted(op: Op, told: Option<Told>) -> Response<'static> {
+/// The line of what a command came to.
+pub fn outcome_line(op: Op, outcome: &Outcome) -> Vec<u8> {
+    let has_fence = matches!(
+        op,
+        Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Rn | Op::Wn | Op::Elect
+    );
+    let fence = |fence: Fence| has_fence.then_some(fence.0);
     let enqueued = matches!(op, Op::E | Op::Se | Op::Re | Op::We);
-    let has_fence = matches!(op, Op::Rl | Op::Wl | Op::Re | Op::We | Op::Rw | Op::Ww | Op::Elect);
-    match told {
-        Some(Told { token, lease, fence }) => {
-            let fence = has_fence.then_some(fence);
+    answer_line(&match outcome {
+        Outcome::Done | Outcome::Written(_) => Response::Ok,
+        Outcome::Granted(Grant { token, lease }) | Outcome::Acquired(Grant { token, lease }) => {
+            let (token, lease, fence) = (*token, *lease, fence(token.fence));
             if enqueued {
                 Response::Acquired { token, lease, fence }
             } else {
                 Response::Granted { token, lease, fence }
             }
         }
-        None if enqueued => Response::Queued,
-        None => Response::Timeout,
-    }
-}
-
-/// The answer to a renewal.
-pub fn renewed(op: Op, remaining: Duration, fence: u64) -> Response<'static> {
-    Response::Renewed { remaining, fence: matches!(op, Op::Rn | Op::Wn).then_some(fence) }
+        Outcome::Renewed { fence: of, lease } => {
+            Response::Renewed { remaining: *lease, fence: fence(*of) }
+        }
+        Outcome::Queued => Response::Queued,
+        Outcome::Timeout => Response::Timeout,
+        Outcome::Empty => Response::Nil,
+        Outcome::Conflict => Response::CasConflict,
+        Outcome::Number(number) => Response::Number(*number),
+        Outcome::Value(value) | Outcome::Popped { value, .. } | Outcome::Entry { value, .. } => {
+            Response::Value(value)
+        }
+        Outcome::Items(_) | Outcome::Part(_) | Outcome::Compacted(_) | Outcome::Refused(_) => {
+            panic!("{op:?} came to {outcome:?}")
+        }
+    })
 }
 
 /// The line of an answer.

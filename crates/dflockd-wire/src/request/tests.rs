@@ -10,9 +10,10 @@ use crate::op::OPS;
 
 const VALUE_BYTES_MAX: usize = 65_533;
 const T: &[u8] = b"00000000000000ff0123456789abcdef";
+const TOKEN: Token = Token { fence: Fence(255), salt: 0x0123_4567_89ab_cdef };
 
-fn secs(count: u64) -> Duration {
-    Duration::from_secs(count)
+fn secs(count: u64) -> Span {
+    Span::from_secs(count)
 }
 
 fn parse(input: &[u8], unit: Unit) -> Parsed<'_> {
@@ -31,8 +32,23 @@ fn parse(input: &[u8], unit: Unit) -> Parsed<'_> {
     }
 }
 
-fn check(input: impl AsRef<[u8]>, expected: Request<'_>) {
-    let input = input.as_ref();
+macro_rules! requests {
+    ($($command:ty)*) => {
+        $(impl<'a> From<$command> for Request<'a> {
+            fn from(command: $command) -> Self {
+                Self::command(command)
+            }
+        })*
+    };
+}
+
+requests! {
+    Acquire<'a> Enqueue<'a> Wait<'a> Release<'a> Renew<'a> Add<'a> CounterSet<'a> KvSet<'a> KvDelete<'a>
+    KvCompareAndSet<'a> Push<'a> Pop<'a> BarrierWait<'a> Signal<'a> Subscribe<'a> Unsubscribe<'a> Cancel Acknowledge
+}
+
+fn check<'a>(input: impl AsRef<[u8]>, expected: impl Into<Request<'a>>) {
+    let (input, expected) = (input.as_ref(), expected.into());
     assert!(
         parse(input, Unit::Seconds).as_ref() == Ok(&expected),
         "{:?} gives {:?}",
@@ -47,8 +63,8 @@ fn check_error(input: impl AsRef<[u8]>, code: u8) {
     assert_eq!(error.code, code, "{:?}: {error}", Shown(input));
 }
 
-fn lock(key: &[u8], wait: u64, lease: Option<u64>) -> Request<'_> {
-    Request::Acquire { mode: Mode::Mutex, key, wait: secs(wait), lease: lease.map(secs) }
+fn lock(key: &[u8], wait: u64, lease: Option<u64>) -> Acquire<'_> {
+    Acquire { mode: Mode::Mutex, key, wait: secs(wait), lease: lease.map(secs), salt: 0 }
 }
 
 /// Section 22 of the specification, as far as it concerns the form of requests.
@@ -68,22 +84,22 @@ fn conformance_vectors() {
     check("l\r\nk\r\n0\r\n", lock(b"k", 0, None));
     check(
         [b"r\nk\n", T, b"\n"].concat(),
-        Request::Release { space: locks, key: b"k", token: T, resign: false },
+        Release { space: locks, key: b"k", token: TOKEN, resign: false },
     );
     check(
         [b"n\nk\n", T, b" 60\n"].concat(),
-        Request::Renew { space: locks, key: b"k", token: T, lease: Some(secs(60)) },
+        Renew { space: locks, key: b"k", token: TOKEN, lease: Some(secs(60)) },
     );
     check(
         [b"n\nk\n", T, b"\n"].concat(),
-        Request::Renew { space: locks, key: b"k", token: T, lease: None },
+        Renew { space: locks, key: b"k", token: TOKEN, lease: None },
     );
-    check("e\nk\n\n", Request::Enqueue { mode: mutex, key: b"k", lease: None });
-    check("w\nk\n5\n", Request::Wait { space: locks, key: b"k", wait: secs(5) });
-    check("w\nk\n0\n", Request::Wait { space: locks, key: b"k", wait: secs(0) });
+    check("e\nk\n\n", Enqueue { mode: mutex, key: b"k", lease: None, salt: 0 });
+    check("w\nk\n5\n", Wait { space: locks, key: b"k", wait: secs(5) });
+    check("w\nk\n0\n", Wait { space: locks, key: b"k", wait: secs(0) });
     for limit in [2, 3] {
         let mode = Mode::Semaphore { limit };
-        let request = Request::Acquire { mode, key: b"s", wait: secs(0), lease: None };
+        let request = Acquire { mode, key: b"s", wait: secs(0), lease: None, salt: 0 };
         check(format!("sl\ns\n0 {limit}\n"), request);
     }
     check_error("sl\ns\n0 0\n", 13);
@@ -92,25 +108,22 @@ fn conformance_vectors() {
     check("stats\n_\n\n", Request::Stats);
     check("auth\n_\nx\n", Request::Auth { token: b"x" });
     let value = b"hello world";
-    check("kset\nk\nhello world\t5\n", Request::KvSet { key: b"k", value, ttl: Some(secs(5)) });
-    check("kget\nk\n\n", Request::KvGet { key: b"k" });
+    check("kset\nk\nhello world\t5\n", KvSet { key: b"k", value, ttl: Some(secs(5)) });
+    check("kget\nk\n\n", Request::Query(Query::Kv { key: b"k" }));
     check_error("kset\nk\na\tb\tc\n", 8);
     check(
         "kcas\nn\n\tv\t0\n",
-        Request::KvCompareAndSet { key: b"n", old: None, new: b"v", ttl: None },
+        KvCompareAndSet { key: b"n", expect: Expect::Absent, value: b"v", ttl: None },
     );
-    check("rpush\nq\na\n", Request::Push { key: b"q", end: End::Right, value: b"a" });
-    check("rpush\nq\nb\n", Request::Push { key: b"q", end: End::Right, value: b"b" });
-    check("lrange\nq\n0 -1\n", Request::Range { key: b"q", start: 0, stop: -1 });
-    check("lpop\nempty\n\n", Request::Pop { key: b"empty", end: End::Left });
-    check(
-        "blpop\nempty\n0\n",
-        Request::BlockingPop { key: b"empty", end: End::Left, wait: secs(0) },
-    );
-    check("incr\nc\n5\n", Request::Add { key: b"c", delta: 5, decrement: false });
-    check("decr\nc\n7\n", Request::Add { key: b"c", delta: 7, decrement: true });
-    check("get\nc\n\n", Request::CounterGet { key: b"c" });
-    check("signal\na.b\nhi\n", Request::Signal { channel: b"a.b", payload: b"hi" });
+    check("rpush\nq\na\n", Push { key: b"q", end: End::Right, value: b"a" });
+    check("rpush\nq\nb\n", Push { key: b"q", end: End::Right, value: b"b" });
+    check("lrange\nq\n0 -1\n", Request::Query(Query::Range { key: b"q", start: 0, stop: -1 }));
+    check("lpop\nempty\n\n", Pop { key: b"empty", end: End::Left, wait: None });
+    check("blpop\nempty\n0\n", Pop { key: b"empty", end: End::Left, wait: Some(secs(0)) });
+    check("incr\nc\n5\n", Add { key: b"c", delta: 5, decrement: false });
+    check("decr\nc\n7\n", Add { key: b"c", delta: 7, decrement: true });
+    check("get\nc\n\n", Request::Query(Query::Counter { key: b"c" }));
+    check("signal\na.b\nhi\n", Signal { channel: b"a.b", payload: b"hi" });
     check_error("signal\na.*\nhi\n", 5);
     check_error("listen\na.>.b\n\n", 5);
     check_error([b"l\n", &[b'x'; 257][..], b"\n"].concat(), 12);
@@ -129,9 +142,12 @@ fn keys() {
         }
     }
     let key = b"\0\x01\x7f\x80\xff\"\\*_";
-    check([b"get\n", &key[..], b"\n\n"].concat(), Request::CounterGet { key });
+    check([b"get\n", &key[..], b"\n\n"].concat(), Request::Query(Query::Counter { key }));
     let longest = [b'x'; 256];
-    check([b"get\n", &longest[..], b"\n\n"].concat(), Request::CounterGet { key: &longest });
+    check(
+        [b"get\n", &longest[..], b"\n\n"].concat(),
+        Request::Query(Query::Counter { key: &longest }),
+    );
 }
 
 #[test]
@@ -151,31 +167,31 @@ fn locks() {
     check_error("l\nk\nx 0\n", 4);
 
     for (name, mode) in [("rl", Mode::Read), ("wl", Mode::Write), ("elect", Mode::Election)] {
-        let request = Request::Acquire { mode, key: b"k", wait: secs(1), lease: Some(secs(2)) };
+        let request = Acquire { mode, key: b"k", wait: secs(1), lease: Some(secs(2)), salt: 0 };
         check(format!("{name}\nk\n1 2\n"), request);
         check_error(format!("{name}\nk\n\n"), 8);
     }
     for (name, mode) in [("e", Mode::Mutex), ("re", Mode::Read), ("we", Mode::Write)] {
-        let request = Request::Enqueue { mode, key: b"k", lease: Some(secs(2)) };
+        let request = Enqueue { mode, key: b"k", lease: Some(secs(2)), salt: 0 };
         check(format!("{name}\nk\n2\n"), request);
         check_error(format!("{name}\nk\n1 2\n"), 8);
         check_error(format!("{name}\nk\n0\n"), 9);
     }
     for name in ["w", "rw", "ww"] {
-        let request = Request::Wait { space: Space::Locks, key: b"k", wait: secs(3) };
+        let request = Wait { space: Space::Locks, key: b"k", wait: secs(3) };
         check(format!("{name}\nk\n3\n"), request);
         check_error(format!("{name}\nk\n\n"), 8);
         check_error(format!("{name}\nk\n3 3\n"), 8);
     }
     for name in ["r", "rr", "wr", "resign"] {
         let resign = name == "resign";
-        let request = Request::Release { space: Space::Locks, key: b"k", token: b"a b", resign };
+        let request = Release { space: Space::Locks, key: b"k", token: Token::NONE, resign };
         check(format!("{name}\nk\n a b \n"), request);
         check_error(format!("{name}\nk\n \n"), 7);
     }
     for name in ["n", "rn", "wn"] {
         let request =
-            Request::Renew { space: Space::Locks, key: b"k", token: b"t", lease: Some(secs(3)) };
+            Renew { space: Space::Locks, key: b"k", token: Token::NONE, lease: Some(secs(3)) };
         check(format!("{name}\nk\nt 3\n"), request);
         check_error(format!("{name}\nk\n\n"), 8);
         check_error(format!("{name}\nk\nt 3 3\n"), 8);
@@ -186,13 +202,13 @@ fn locks() {
 #[test]
 fn semaphores() {
     let mode = Mode::Semaphore { limit: 1_048_576 };
-    let acquire = Request::Acquire { mode, key: b"s", wait: secs(1), lease: Some(secs(9)) };
+    let acquire = Acquire { mode, key: b"s", wait: secs(1), lease: Some(secs(9)), salt: 0 };
     check("sl\ns\n1 1048576 9\n", acquire);
-    check("se\ns\n1048576\n", Request::Enqueue { mode, key: b"s", lease: None });
-    check("sw\ns\n4\n", Request::Wait { space: Space::Semaphores, key: b"s", wait: secs(4) });
+    check("se\ns\n1048576\n", Enqueue { mode, key: b"s", lease: None, salt: 0 });
+    check("sw\ns\n4\n", Wait { space: Space::Semaphores, key: b"s", wait: secs(4) });
     let space = Space::Semaphores;
-    check("sr\ns\nt\n", Request::Release { space, key: b"s", token: b"t", resign: false });
-    check("sn\ns\nt\n", Request::Renew { space, key: b"s", token: b"t", lease: None });
+    check("sr\ns\nt\n", Release { space, key: b"s", token: Token::NONE, resign: false });
+    check("sn\ns\nt\n", Renew { space, key: b"s", token: Token::NONE, lease: None });
     check_error("sl\ns\n0\n", 8);
     check_error("sl\ns\n0 1 1 1\n", 8);
     check_error("sl\ns\n0 1048577\n", 13);
@@ -206,21 +222,21 @@ fn semaphores() {
 
 #[test]
 fn milliseconds() {
-    let check = |input: &str, expected: Request<'_>| {
-        assert!(parse(input.as_bytes(), Unit::Millis) == Ok(expected), "{input}");
-    };
-    let millis = Duration::from_millis;
+    fn check<'a>(input: &str, expected: impl Into<Request<'a>>) {
+        assert!(parse(input.as_bytes(), Unit::Millis) == Ok(expected.into()), "{input}");
+    }
+    let millis = Span::from_millis;
     let mode = Mode::Mutex;
     check(
         "l\nk\n250 1500\n",
-        Request::Acquire { mode, key: b"k", wait: millis(250), lease: Some(millis(1_500)) },
+        Acquire { mode, key: b"k", wait: millis(250), lease: Some(millis(1_500)), salt: 0 },
     );
     check(
         "l\nk\n9223372036000\n",
-        Request::Acquire { mode, key: b"k", wait: secs(9_223_372_036), lease: None },
+        Acquire { mode, key: b"k", wait: secs(9_223_372_036), lease: None, salt: 0 },
     );
     let ttl = Some(millis(7));
-    check("kset\nk\nv\t7\n", Request::KvSet { key: b"k", value: b"v", ttl });
+    check("kset\nk\nv\t7\n", KvSet { key: b"k", value: b"v", ttl });
     let error = parse(b"l\nk\n9223372036001\n", Unit::Millis).expect_err("too large");
     assert_eq!(error.code, 6);
 }
@@ -228,9 +244,9 @@ fn milliseconds() {
 #[test]
 fn counters() {
     let (key, decrement) = (b"c", true);
-    check("decr\nc\n-9223372036854775808\n", Request::Add { key, delta: i64::MIN, decrement });
-    check("cset\nc\n-3\n", Request::CounterSet { key, value: -3 });
-    check("get\nc\nignored  words\n", Request::CounterGet { key });
+    check("decr\nc\n-9223372036854775808\n", Add { key, delta: i64::MIN, decrement });
+    check("cset\nc\n-3\n", CounterSet { key, value: -3 });
+    check("get\nc\nignored  words\n", Request::Query(Query::Counter { key }));
     for name in ["incr", "decr", "cset"] {
         check_error(format!("{name}\nc\n\n"), 8);
         check_error(format!("{name}\nc\n1 2\n"), 8);
@@ -242,11 +258,11 @@ fn counters() {
 #[test]
 fn values() {
     let key = b"k";
-    check("kset\nk\n  v  \n", Request::KvSet { key, value: b"  v  ", ttl: None });
-    check("kset\nk\nv\r\n", Request::KvSet { key, value: b"v", ttl: None });
-    check("kset\nk\nv\t0\n", Request::KvSet { key, value: b"v", ttl: None });
-    check(b"kset\nk\n\xff\0\n", Request::KvSet { key, value: b"\xff\0", ttl: None });
-    check("kdel\nk\nx\n", Request::KvDelete { key });
+    check("kset\nk\n  v  \n", KvSet { key, value: b"  v  ", ttl: None });
+    check("kset\nk\nv\r\n", KvSet { key, value: b"v", ttl: None });
+    check("kset\nk\nv\t0\n", KvSet { key, value: b"v", ttl: None });
+    check(b"kset\nk\n\xff\0\n", KvSet { key, value: b"\xff\0", ttl: None });
+    check("kdel\nk\nx\n", KvDelete { key });
     check_error("kset\nk\n\n", 8);
     check_error("kset\nk\n\t5\n", 8);
     check_error("kset\nk\nv\t\n", 8);
@@ -257,9 +273,9 @@ fn values() {
     check_error("kset\nk\na\rb\n", 8);
     check_error("kset\nk\na\r\t5\n", 8);
 
-    let cas = |old, new, ttl| Request::KvCompareAndSet { key, old, new, ttl };
-    check("kcas\nk\na b\tc d\t5\n", cas(Some(b"a b"), b"c d", Some(secs(5))));
-    check("kcas\nk\na\tb\t\n", cas(Some(b"a"), b"b", None));
+    let cas = |expect, value, ttl| KvCompareAndSet { key, expect, value, ttl };
+    check("kcas\nk\na b\tc d\t5\n", cas(Expect::Value(b"a b"), b"c d", Some(secs(5))));
+    check("kcas\nk\na\tb\t\n", cas(Expect::Value(b"a"), b"b", None));
     for arg in ["", "a", "a\tb", "a\tb\t1\t", "a\t\t1", "\t\t", "a\rb\tc\t1", "a\tb\rc\t1"] {
         check_error(format!("kcas\nk\n{arg}\n"), 8);
     }
@@ -268,20 +284,20 @@ fn values() {
 
     let largest = vec![b'v'; VALUE_BYTES_MAX];
     let input = [b"kset\nk\n", &largest[..], b"\t9223372036\n"].concat();
-    check(&input, Request::KvSet { key, value: &largest, ttl: Some(secs(9_223_372_036)) });
+    check(&input, KvSet { key, value: &largest, ttl: Some(secs(9_223_372_036)) });
     // Too large for the store, not for the line.
     let larger = vec![b'v'; VALUE_BYTES_MAX + 1];
     let input = [b"kset\nk\n", &larger[..], b"\n"].concat();
-    check(&input, Request::KvSet { key, value: &larger, ttl: None });
+    check(&input, KvSet { key, value: &larger, ttl: None });
 }
 
 #[test]
 fn lists() {
     let key = b"q";
-    check("lpush\nq\n a\tb \n", Request::Push { key, end: End::Left, value: b" a\tb " });
-    check("rpop\nq\n\n", Request::Pop { key, end: End::Right });
-    check("llen\nq\n\n", Request::Length { key });
-    check("brpop\nq\n2\n", Request::BlockingPop { key, end: End::Right, wait: secs(2) });
+    check("lpush\nq\n a\tb \n", Push { key, end: End::Left, value: b" a\tb " });
+    check("rpop\nq\n\n", Pop { key, end: End::Right, wait: None });
+    check("llen\nq\n\n", Request::Query(Query::Length { key }));
+    check("brpop\nq\n2\n", Pop { key, end: End::Right, wait: Some(secs(2)) });
     check_error("lpush\nq\n\n", 8);
     check_error("rpush\nq\na\rb\n", 8);
     check_error("lrange\nq\n0\n", 8);
@@ -292,7 +308,7 @@ fn lists() {
 
 #[test]
 fn barriers() {
-    check("bwait\nb\n3 10\n", Request::BarrierWait { key: b"b", count: 3, wait: secs(10) });
+    check("bwait\nb\n3 10\n", BarrierWait { key: b"b", count: 3, wait: secs(10) });
     check_error("bwait\nb\n3\n", 8);
     check_error("bwait\nb\n0 1\n", 13);
     check_error("bwait\nb\n1048577 1\n", 13);
@@ -307,9 +323,18 @@ fn patterns() {
     {
         assert!(check::pattern(valid.as_bytes()).is_ok(), "{valid}");
         let pattern = valid.as_bytes();
-        check(format!("watch\n{valid}\n\n"), Request::Watch { pattern });
-        check(format!("unwatch\n{valid}\n\n"), Request::Unwatch { pattern });
-        check(format!("unlisten\n{valid}\n\n"), Request::Unlisten { pattern, group: b"" });
+        check(
+            format!("watch\n{valid}\n\n"),
+            Subscribe { to: Subscription::Changes { pattern, from: None } },
+        );
+        check(
+            format!("unwatch\n{valid}\n\n"),
+            Unsubscribe { from: Subscription::Changes { pattern, from: None } },
+        );
+        check(
+            format!("unlisten\n{valid}\n\n"),
+            Unsubscribe { from: Subscription::Signals { pattern, group: b"" } },
+        );
     }
     for malformed in ["a*", "*a", "**", "a.b>", ">>", ">.a", "a.>.b", "a.>.", "*>", "a/b*", ">/a"] {
         assert!(check::pattern(malformed.as_bytes()).is_err(), "{malformed}");
@@ -322,20 +347,35 @@ fn patterns() {
     for token in ["*", "a"] {
         let [longest, longer] = [16, 17].map(|tokens| vec![token; tokens].join("."));
         let (allowed, pattern) = (longest.as_bytes(), longer.as_bytes());
-        check(format!("watch\n{longest}\n\n"), Request::Watch { pattern: allowed });
-        check(format!("listen\n{longest}\n\n"), Request::Listen { pattern: allowed, group: b"" });
+        check(
+            format!("watch\n{longest}\n\n"),
+            Subscribe { to: Subscription::Changes { pattern: allowed, from: None } },
+        );
+        check(
+            format!("listen\n{longest}\n\n"),
+            Subscribe { to: Subscription::Signals { pattern: allowed, group: b"" } },
+        );
         check_error(format!("watch\n{longer}\n\n"), 5);
         check_error(format!("listen\n{longer}\n\n"), 5);
-        check(format!("unwatch\n{longer}\n\n"), Request::Unwatch { pattern });
-        check(format!("unlisten\n{longer}\n\n"), Request::Unlisten { pattern, group: b"" });
+        check(
+            format!("unwatch\n{longer}\n\n"),
+            Unsubscribe { from: Subscription::Changes { pattern, from: None } },
+        );
+        check(
+            format!("unlisten\n{longer}\n\n"),
+            Unsubscribe { from: Subscription::Signals { pattern, group: b"" } },
+        );
     }
-    check("listen\na\n \tgroup one \n", Request::Listen { pattern: b"a", group: b"group one" });
-    check("listen\na\n\n", Request::Listen { pattern: b"a", group: b"" });
+    check(
+        "listen\na\n \tgroup one \n",
+        Subscribe { to: Subscription::Signals { pattern: b"a", group: b"group one" } },
+    );
+    check("listen\na\n\n", Subscribe { to: Subscription::Signals { pattern: b"a", group: b"" } });
 }
 
 #[test]
 fn signals() {
-    check("signal\na\n hi \t\n", Request::Signal { channel: b"a", payload: b" hi \t" });
+    check("signal\na\n hi \t\n", Signal { channel: b"a", payload: b" hi \t" });
     for payload in ["", " ", "\t \t", "\r\r", "a\rb"] {
         check_error(format!("signal\na\n{payload}\n"), 8);
     }
@@ -344,7 +384,7 @@ fn signals() {
     }
     let payload = vec![b'p'; 65_536 - 5 - 3];
     let input = [b"signal\nabc\n", &payload[..], b"\n"].concat();
-    check(&input, Request::Signal { channel: b"abc", payload: &payload });
+    check(&input, Signal { channel: b"abc", payload: &payload });
     check_error([b"signal\nabcd\n", &payload[..], b"\n"].concat(), 8);
 }
 
@@ -371,10 +411,10 @@ fn service_commands() {
 
 #[test]
 fn extensions() {
-    check("cancel\n_\n7\n", Request::Cancel { number: 7 });
+    check("cancel\n_\n7\n", Cancel { request: RequestId(7) });
     check(
         "ack\nany thing\n 9223372036854775807 \n",
-        Request::Ack { number: i64::MAX.unsigned_abs() },
+        Acknowledge { up_to: RequestId(i64::MAX.unsigned_abs()) },
     );
     for name in ["cancel", "ack"] {
         check_error(format!("{name}\n_\n\n"), 8);
@@ -401,8 +441,9 @@ fn extensions() {
 fn administration() {
     let reason = "host is  gone";
     check("force-release\nk\n tok sem 18446744073709551615  host is  gone \n", {
-        let (key, token, space) = (b"k", b"tok", Space::Semaphores);
-        Request::ForceRelease { key, token, space, fence: u64::MAX, reason }
+        let (space, fence) = (Space::Semaphores, Fence(u64::MAX));
+        let command = ForceRelease { space, fence, key: b"k" };
+        Request::ForceRelease { command, token: b"tok", reason }
     });
     check("end-session\n12\ntok host is  gone\n", {
         Request::EndSession { session: 12, token: b"tok", reason }
@@ -455,22 +496,22 @@ fn what_may_be_logged() {
 
 #[test]
 fn printed_as_clients_send_it() {
-    let check = |request: Request<'_>, expected: &str| {
+    fn check<'a>(request: impl Into<Request<'a>>, expected: &str) {
         let mut out = Vec::new();
-        request.print(Unit::Seconds, &mut out);
+        request.into().print(Unit::Seconds, &mut out);
         assert_eq!(String::from_utf8_lossy(&out), expected);
-    };
+    }
     check(Request::Auth { token: b"t" }, "auth\n_\nt\n");
     check(Request::Stats, "stats\n_\n\n");
     check(Request::Ping, "ping\n_\n\n");
     check(lock(b"k", 10, None), "l\nk\n10\n");
     check(lock(b"k", 10, Some(5)), "l\nk\n10 5\n");
     let mode = Mode::Semaphore { limit: 3 };
-    let wait = Duration::from_millis(300);
-    check(Request::Acquire { mode, key: b"k", wait, lease: Some(wait) }, "sl\nk\n1 3 1\n");
-    check(Request::Enqueue { mode: Mode::Mutex, key: b"k", lease: None }, "e\nk\n\n");
-    check(Request::Enqueue { mode, key: b"k", lease: Some(wait) }, "se\nk\n3 1\n");
-    check(Request::KvSet { key: b"k", value: b"v", ttl: None }, "kset\nk\nv\t0\n");
+    let wait = Span::from_millis(300);
+    check(Acquire { mode, key: b"k", wait, lease: Some(wait), salt: 0 }, "sl\nk\n1 3 1\n");
+    check(Enqueue { mode: Mode::Mutex, key: b"k", lease: None, salt: 0 }, "e\nk\n\n");
+    check(Enqueue { mode, key: b"k", lease: Some(wait), salt: 0 }, "se\nk\n3 1\n");
+    check(KvSet { key: b"k", value: b"v", ttl: None }, "kset\nk\nv\t0\n");
     check(Request::StableRef { reference: "ref" }, "stable-ref\nref\n\n");
     check(Request::Ls { prefix: b"", limit: 5, after: None }, "ls\n_\n5\n");
 }
@@ -480,7 +521,7 @@ fn requests<'a>(
     [key, token, group, channel]: [&'a [u8]; 4],
     [value, item]: [&'a [u8]; 2],
     [name, word]: [&'a str; 2],
-    [wait, lease]: [Duration; 2],
+    [wait, lease]: [Span; 2],
     [number, other]: [i64; 2],
     [flag, end]: [bool; 2],
 ) -> Vec<Request<'a>> {
@@ -488,7 +529,9 @@ fn requests<'a>(
     let limit = u32::try_from(number.unsigned_abs() % 1_048_576 + 1).expect("small");
     let end = if end { End::Left } else { End::Right };
     let positive = number.unsigned_abs() % i64::MAX.unsigned_abs() + 1;
-    let (lease, old) = (flag.then_some(lease), flag.then_some(value));
+    let lease = flag.then_some(lease);
+    let expect = if flag { Expect::Value(value) } else { Expect::Absent };
+    let hold = Token { fence: Fence(positive), salt: other.unsigned_abs() };
     let mut requests = vec![
         Request::Auth { token },
         Request::Ping,
@@ -496,24 +539,28 @@ fn requests<'a>(
         Request::Barrier,
         Request::StableRef { reference: name },
         Request::Hello { name, words: if flag { vec![word, name] } else { vec![] } },
-        Request::Observe { key },
-        Request::Unobserve { key },
-        Request::CounterGet { key },
-        Request::CounterSet { key, value: number },
-        Request::KvSet { key, value, ttl },
-        Request::KvGet { key },
-        Request::KvDelete { key },
-        Request::KvCompareAndSet { key, old, new: value, ttl },
-        Request::Length { key },
-        Request::Range { key, start: number, stop: other },
-        Request::BarrierWait { key, count: limit, wait },
-        Request::Listen { pattern: channel, group },
-        Request::Unlisten { pattern: channel, group: b"" },
-        Request::Signal { channel, payload: item },
-        Request::Watch { pattern: channel },
-        Request::Unwatch { pattern: b"a.*.>" },
-        Request::Cancel { number: positive },
-        Request::Ack { number: positive },
+        Request::command(Subscribe { to: Subscription::Leaders { key } }),
+        Request::command(Unsubscribe { from: Subscription::Leaders { key } }),
+        Request::Query(Query::Counter { key }),
+        Request::command(CounterSet { key, value: number }),
+        Request::command(KvSet { key, value, ttl }),
+        Request::Query(Query::Kv { key }),
+        Request::command(KvDelete { key }),
+        Request::command(KvCompareAndSet { key, expect, value, ttl }),
+        Request::Query(Query::Length { key }),
+        Request::Query(Query::Range { key, start: number, stop: other }),
+        Request::command(BarrierWait { key, count: limit, wait }),
+        Request::command(Subscribe { to: Subscription::Signals { pattern: channel, group } }),
+        Request::command(Unsubscribe {
+            from: Subscription::Signals { pattern: channel, group: b"" },
+        }),
+        Request::command(Signal { channel, payload: item }),
+        Request::command(Subscribe { to: Subscription::Changes { pattern: channel, from: None } }),
+        Request::command(Unsubscribe {
+            from: Subscription::Changes { pattern: b"a.*.>", from: None },
+        }),
+        Request::command(Cancel { request: RequestId(positive) }),
+        Request::command(Acknowledge { up_to: RequestId(positive) }),
         Request::Inspect { key },
         Request::Ls {
             prefix: if flag { key } else { b"" },
@@ -525,25 +572,30 @@ fn requests<'a>(
     ];
     let locks = [Mode::Mutex, Mode::Read, Mode::Write, Mode::Semaphore { limit }];
     for mode in locks {
-        requests.push(Request::Acquire { mode, key, wait, lease });
-        requests.push(Request::Enqueue { mode, key, lease });
+        requests.push(Request::command(Acquire { mode, key, wait, lease, salt: 0 }));
+        requests.push(Request::command(Enqueue { mode, key, lease, salt: 0 }));
     }
-    requests.push(Request::Acquire { mode: Mode::Election, key, wait, lease });
-    requests.push(Request::Release { space: Space::Locks, key, token, resign: true });
+    requests.push(Request::command(Acquire { mode: Mode::Election, key, wait, lease, salt: 0 }));
+    requests.push(Request::command(Release {
+        space: Space::Locks,
+        key,
+        token: hold,
+        resign: true,
+    }));
     for space in [Space::Locks, Space::Semaphores] {
-        requests.push(Request::Release { space, key, token, resign: false });
-        requests.push(Request::Renew { space, key, token, lease });
-        requests.push(Request::Wait { space, key, wait });
-        let (fence, reason) = (positive, name);
-        requests.push(Request::ForceRelease { key, token, space, fence, reason });
+        requests.push(Request::command(Release { space, key, token: hold, resign: false }));
+        requests.push(Request::command(Renew { space, key, token: hold, lease }));
+        requests.push(Request::command(Wait { space, key, wait }));
+        let command = ForceRelease { space, fence: Fence(positive), key };
+        requests.push(Request::ForceRelease { command, token, reason: name });
     }
     for decrement in [false, true] {
-        requests.push(Request::Add { key, delta: number, decrement });
+        requests.push(Request::command(Add { key, delta: number, decrement }));
     }
     for end in [end, if end == End::Left { End::Right } else { End::Left }] {
-        requests.push(Request::Push { key, end, value: item });
-        requests.push(Request::Pop { key, end });
-        requests.push(Request::BlockingPop { key, end, wait });
+        requests.push(Request::command(Push { key, end, value: item }));
+        requests.push(Request::command(Pop { key, end, wait: None }));
+        requests.push(Request::command(Pop { key, end, wait: Some(wait) }));
     }
     requests
 }
@@ -612,7 +664,7 @@ proptest! {
             [&key, &token, group.as_bytes(), channel.as_bytes()],
             [&value, item.as_bytes()],
             [&name, &word],
-            [unit.duration(wait), unit.duration(lease)],
+            [unit.span(wait), unit.span(lease)],
             numbers,
             flags,
         );

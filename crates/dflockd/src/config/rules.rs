@@ -132,7 +132,7 @@ impl<T> Range<T> {
         Self { unit, min, max, open, zero: "", value }
     }
 
-    /// The same range, in which 0 has this meaning.
+    /// This range, with a meaning for 0.
     pub(super) fn zero(self, zero: &'static str) -> Self {
         Self { zero, ..self }
     }

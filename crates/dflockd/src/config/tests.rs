@@ -1,9 +1,10 @@
 //! What is read, what is refused in which words, and what the operator is warned about.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use dflockd_engine::replica::policy::{POLICY_SETTINGS, PolicyValue};
+use dflockd_testkit::Dir;
 use dflockd_wire::SECONDS_MAX;
 
 use super::secrets::{is_readable_by_others, mode_and_owner};
@@ -88,25 +89,20 @@ fn host_port(text: &str) -> HostPort {
     HostPort::parse(text).unwrap()
 }
 
-/// A file with `content`, removed at the end.
-struct TokenFile(PathBuf);
+/// A file with a token in it, in a directory of its own.
+struct TokenFile {
+    path: String,
+    _dir: Dir,
+}
 
 impl TokenFile {
-    fn new(name: &str, content: &[u8]) -> Self {
-        let name = format!("dflockd-config-{}-{name}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        std::fs::write(&path, content).unwrap();
-        Self(path)
+    fn new(content: impl AsRef<[u8]>) -> Self {
+        let dir = Dir::new();
+        Self { path: dir.write("token", content), _dir: dir }
     }
 
     fn path(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for TokenFile {
-    fn drop(&mut self) {
-        std::fs::remove_file(&self.0).unwrap();
+        &self.path
     }
 }
 
@@ -227,7 +223,7 @@ fn every_setting_reads_its_flag_and_its_variable() {
         ("DFLOCKD_RAFT_TLS_KEY", "/y"),
         ("DFLOCKD_RAFT_TLS_CA", "/y"),
     ];
-    let token = TokenFile::new("every", SECRET.as_bytes());
+    let token = TokenFile::new(SECRET);
     for setting in settings() {
         let value = match setting.flag {
             "host" | "http-host" | "grpc-host" => "localhost",
@@ -340,11 +336,8 @@ fn older_names_of_the_gc_variables() {
     assert_eq!(gc(&config(&[], &[old, new])), (8, vec![]));
     assert_eq!(gc(&config(&["--gc-interval=9"], &[old, new])), (9, vec![]));
     assert_eq!(gc(&config(&["--gc-interval=9"], &[("DFLOCKD_GC_LOOP_SLEEP", "x")])).0, 9);
-    refused(
-        &[],
-        &[("DFLOCKD_GC_MAX_UNUSED_TIME", "x")],
-        r#"DFLOCKD_GC_MAX_UNUSED_TIME must be an integer (got "x")"#,
-    );
+    let message = r#"DFLOCKD_GC_MAX_UNUSED_TIME must be an integer (got "x")"#;
+    refused(&[], &[("DFLOCKD_GC_MAX_UNUSED_TIME", "x")], message);
     let idle = config(&[], &[("DFLOCKD_GC_MAX_UNUSED_TIME", "0")]).gc_max_idle;
     assert_eq!(idle, Duration::ZERO);
 }
@@ -382,9 +375,9 @@ fn replicated_mode() {
     assert_eq!((c.formation, config.witness), (Formation::Join, false));
     assert!(c.secret.unwrap().matches(SECRET.as_bytes()) && c.tls.is_none());
     assert!(config.warnings().is_empty());
-    let config = node(&["--advertise-addr=Door.example:6388"]);
+    let config = node(&["--advertise-addr=Public.example:6388"]);
     let advertised = config.replicated().unwrap().advertise_addr;
-    assert_eq!(advertised, Some(&host_port("door.example:6388")));
+    assert_eq!(advertised, Some(&host_port("public.example:6388")));
 }
 
 #[test]
@@ -490,8 +483,8 @@ fn peer_list() {
     // The entry of this node is what others dial, --raft-addr is where it binds.
     assert_eq!((c.dial_addr, c.raft_addr), (&host_port("a:7001"), &host_port("127.0.0.1:7001")));
     assert_eq!(c.advertise_addr, Some(&host_port("a:6388")));
-    let config = node(&["--cluster-peers", list, "--advertise-addr=door:1"]);
-    assert_eq!(config.replicated().unwrap().advertise_addr, Some(&host_port("door:1")));
+    let config = node(&["--cluster-peers", list, "--advertise-addr=public:1"]);
+    assert_eq!(config.replicated().unwrap().advertise_addr, Some(&host_port("public:1")));
 
     for (list, rule) in [
         ("", "entry 1 must be id=raftHost:port@clientHost:port"),
@@ -512,11 +505,8 @@ fn peer_list() {
         let message = format!("--cluster-peers {rule} (got {list:?})");
         refused(&["--cluster-peers", list], NODE, &message);
     }
-    refused(
-        &["--cluster-peers=n2=b:1@b:2"],
-        NODE,
-        "--cluster-peers must contain this node (--node-id n1 is not in it)",
-    );
+    let message = "--cluster-peers must contain this node (--node-id n1 is not in it)";
+    refused(&["--cluster-peers=n2=b:1@b:2"], NODE, message);
 }
 
 #[test]
@@ -543,14 +533,11 @@ fn ways_to_begin() {
     // What stands in the membership must lead the nodes that are added to this one.
     for address in ["0.0.0.0:7001", "[::]:7001", "10.0.0.1:0"] {
         let bind = format!("--raft-addr={address}");
-        refused(
-            &["--cluster-bootstrap", &bind],
-            NODE,
-            &format!(
-                "--cluster-bootstrap needs a --raft-addr that others can dial, or this node \
-                 in --cluster-peers (got {address})"
-            ),
+        let message = format!(
+            "--cluster-bootstrap needs a --raft-addr that others can dial, or this node in \
+             --cluster-peers (got {address})"
         );
+        refused(&["--cluster-bootstrap", &bind], NODE, &message);
         node(&["--cluster-bootstrap", own, &bind]);
         node(&[&bind]);
     }
@@ -600,7 +587,7 @@ fn what_only_replicated_mode_has() {
         refused(&[], &[(find(flag).unwrap().env, value)], &message);
         refused(&[], &[(find(flag).unwrap().env, value), ("DFLOCKD_RAFT_DIR", "")], &message);
     }
-    let file = TokenFile::new("stray", SECRET.as_bytes());
+    let file = TokenFile::new(SECRET);
     let message = "--raft-auth-token-file needs --raft-dir";
     refused(&["--raft-auth-token-file", file.path()], &[], message);
     refused(&[], &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", file.path())], message);
@@ -765,8 +752,8 @@ fn tls_between_nodes() {
 #[test]
 fn secret_between_nodes() {
     let [by_flag, by_file, by_env, by_env_file] = ["a", "b", "c", "d"].map(|s| s.repeat(32));
-    let file = TokenFile::new("raft", format!("\n {by_file}\n").as_bytes());
-    let env_file = TokenFile::new("raft-env", by_env_file.as_bytes());
+    let file = TokenFile::new(format!("\n {by_file}\n"));
+    let env_file = TokenFile::new(&by_env_file);
     let all = [
         &NODE[..3],
         &[("DFLOCKD_RAFT_AUTH_TOKEN_FILE", env_file.path())],
@@ -798,10 +785,10 @@ fn secret_between_nodes() {
 
     let node = config(&file_flag, &NODE[..3]);
     // White space around it does not count.
-    std::fs::write(&file.0, format!("{short}\n")).unwrap();
+    std::fs::write(file.path(), format!("{short}\n")).unwrap();
     let error = node.reload_raft_secret().unwrap_err();
     assert_eq!(error.to_string(), format!("--raft-auth-token-file: {rule}"));
-    std::fs::write(&file.0, &by_env).unwrap();
+    std::fs::write(file.path(), &by_env).unwrap();
     assert!(node.reload_raft_secret().unwrap().unwrap().matches(by_env.as_bytes()));
     let fixed = config(&[], NODE).reload_raft_secret().unwrap().unwrap();
     assert!(fixed.matches(SECRET.as_bytes()));
@@ -810,8 +797,8 @@ fn secret_between_nodes() {
 
 #[test]
 fn token_chain() {
-    let file = TokenFile::new("chain", b" \t from-file \r\n");
-    let env_file = TokenFile::new("chain-env", b"from-env-file");
+    let file = TokenFile::new(b" \t from-file \r\n");
+    let env_file = TokenFile::new(b"from-env-file");
     let all = [("DFLOCKD_AUTH_TOKEN", "from-env"), ("DFLOCKD_AUTH_TOKEN_FILE", env_file.path())];
     let [flag, file_flag] = ["--auth-token=from-flag", "--auth-token-file"];
     for (args, env, token) in [
@@ -840,29 +827,20 @@ fn token_chain() {
 
 #[test]
 fn tokens_that_no_client_could_send() {
-    let refused_file = |name: &str, content: &[u8], message: &str| {
-        let file = TokenFile::new(name, content);
-        refused(&["--admin-token-file", file.path()], &[], &message.replace("PATH", file.path()));
-    };
-    refused_file("blank", b" \n\t", "--admin-token-file: PATH is empty");
-    refused_file(
-        "three-lines",
-        b"a\nb\nc",
-        "--admin-token-file: PATH has more than two lines: a token, and the one before it",
-    );
-    refused_file(
-        "long",
-        &[b'x'; 65_537],
-        "--admin-token-file: the token must not be longer than 65536 bytes",
-    );
-    let file = TokenFile::new("longest", &[b'x'; 65_536]);
+    for (content, message) in [
+        (&b" \n\t"[..], "PATH is empty"),
+        (b"a\nb\nc", "PATH has more than two lines: a token, and the one before it"),
+        (&[b'x'; 65_537], "the token must not be longer than 65536 bytes"),
+    ] {
+        let file = TokenFile::new(content);
+        let message = format!("--admin-token-file: {}", message.replace("PATH", file.path()));
+        refused(&["--admin-token-file", file.path()], &[], &message);
+    }
+    let file = TokenFile::new([b'x'; 65_536]);
     config(&["--admin-token-file", file.path()], &[]);
     refused(&["--auth-token=a\rb"], &[], "--auth-token: the token must not contain a line break");
-    refused(
-        &[],
-        &[("DFLOCKD_AUTH_TOKEN", " a")],
-        "DFLOCKD_AUTH_TOKEN: the token must not begin or end with white space",
-    );
+    let message = "DFLOCKD_AUTH_TOKEN: the token must not begin or end with white space";
+    refused(&[], &[("DFLOCKD_AUTH_TOKEN", " a")], message);
     refused(&["--admin-token=a b"], &[], "--admin-token: the token must not contain white space");
     config(&["--auth-token=a b"], &[]);
     let missing = parse(&["--auth-token-file=/nonexistent/token"], &[]).unwrap_err();
@@ -873,15 +851,15 @@ fn tokens_that_no_client_could_send() {
 
 #[test]
 fn token_is_read_again() {
-    let file = TokenFile::new("reload", b"old");
+    let file = TokenFile::new(b"old");
     let from_file = config(&["--auth-token-file", file.path()], &[]);
-    std::fs::write(&file.0, "new\n").unwrap();
+    std::fs::write(file.path(), "new\n").unwrap();
     let secret = from_file.reload_auth_token().unwrap().unwrap();
     assert!(secret.matches(b"new") && !secret.matches(b"old"));
-    std::fs::write(&file.0, "newer\n\n new \r\n").unwrap();
+    std::fs::write(file.path(), "newer\n\n new \r\n").unwrap();
     let both = from_file.reload_auth_token().unwrap().unwrap();
     assert!(both.newest().matches(b"newer") && both.matches(b"new") && !both.matches(b"old"));
-    std::fs::write(&file.0, "\n").unwrap();
+    std::fs::write(file.path(), "\n").unwrap();
     assert!(from_file.reload_auth_token().is_err());
     assert!(Config::default().reload_auth_token().unwrap().is_none());
     let fixed = config(&["--auth-token=t"], &[]);
@@ -901,7 +879,7 @@ fn weak_tokens() {
     let equal = |one: &str, other: &str| {
         format!("{one} and {other} have the same token: whoever has one right has the other")
     };
-    let file = TokenFile::new("weak", format!("{long}\nold\n").as_bytes());
+    let file = TokenFile::new(format!("{long}\nold\n"));
     let node = [NODE, &[("DFLOCKD_RAFT_AUTH_TOKEN", &*raft)]].concat();
     for (args, env, expected) in [
         (&["--auth-token", long][..], &[][..], vec![]),
@@ -929,11 +907,11 @@ fn weak_tokens() {
         }
     }
     // What the server would not start with it does not take at a reload either.
-    let file = TokenFile::new("weak-reload", long.as_bytes());
+    let file = TokenFile::new(long);
     let args = ["--auth-token-file", file.path(), "--admin-token=fedcba9876543210"];
     let started = config(&[&args[..], &["--require-auth"]].concat(), &[]);
     for weak in ["short", "fedcba9876543210"] {
-        std::fs::write(&file.0, weak).unwrap();
+        std::fs::write(file.path(), weak).unwrap();
         assert!(started.reload_auth_token().is_err(), "{weak}");
         assert!(config(&args, &[]).reload_auth_token().is_ok(), "{weak}");
     }
@@ -942,20 +920,21 @@ fn weak_tokens() {
 #[test]
 fn files_that_others_can_read() {
     use std::os::unix::fs::PermissionsExt;
-    let file = TokenFile::new("mode", b"0123456789abcdef");
-    let dir = std::env::temp_dir().join(format!("dflockd-mode-{}", std::process::id()));
-    std::fs::create_dir_all(&dir).unwrap();
+    let dir = Dir::new();
+    let (file, name) = (dir.write("token", b"0123456789abcdef"), dir.name("data"));
+    let data = Path::new(&name);
+    std::fs::create_dir(data).unwrap();
     let mode = |path: &Path, mode| {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     };
-    let node = [&NODE[1..], &[("DFLOCKD_RAFT_DIR", dir.to_str().unwrap())]].concat();
-    let both = config(&["--auth-token-file", file.path()], &node);
-    mode(&file.0, 0o600);
-    mode(&dir, 0o755);
+    let node = [&NODE[1..], &[("DFLOCKD_RAFT_DIR", &*name)]].concat();
+    let both = config(&["--auth-token-file", &file], &node);
+    mode(Path::new(&file), 0o600);
+    mode(data, 0o755);
     assert_eq!(both.warnings_of_files(), [""; 0]);
-    mode(&file.0, 0o604);
-    mode(&dir, 0o777);
-    let (shown, path) = (dir.display(), file.path());
+    mode(Path::new(&file), 0o604);
+    mode(data, 0o777);
+    let (shown, path) = (data.display(), &file);
     assert_eq!(
         both.warnings_of_files(),
         [
@@ -963,11 +942,10 @@ fn files_that_others_can_read() {
             format!("--raft-dir: {shown} can be changed by other users; chmod 700 it"),
         ]
     );
-    std::fs::remove_dir(&dir).unwrap();
     // How service managers hand a secret of root to the group of the server.
-    mode(&file.0, 0o440);
-    let owner = mode_and_owner(&file.0).unwrap().1;
-    assert_eq!(is_readable_by_others(&file.0), owner != 0);
+    mode(Path::new(&file), 0o440);
+    let owner = mode_and_owner(Path::new(&file)).unwrap().1;
+    assert_eq!(is_readable_by_others(Path::new(&file)), owner != 0);
 }
 
 #[test]
@@ -1064,11 +1042,9 @@ fn the_http_interface() {
     config(&["--http-port=0", "--port=0"], &[]);
     let short = config(&["--http-session-idle-timeout=5"], &[]);
     assert_eq!(short.sse_ping(), Duration::from_millis(2500));
-    refused(
-        &["--http-session-idle-timeout=5", "--http-sse-ping-interval=5"],
-        &[],
-        "--http-sse-ping-interval must be below --http-session-idle-timeout, 5 (got 5)",
-    );
+    let both = ["--http-session-idle-timeout=5", "--http-sse-ping-interval=5"];
+    let message = "--http-sse-ping-interval must be below --http-session-idle-timeout, 5 (got 5)";
+    refused(&both, &[], message);
     let none = ["--http-session-idle-timeout=5", "--http-sse-ping-interval=0"];
     assert_eq!(config(&none, &[]).sse_ping(), Duration::ZERO);
     let idle = ["--http-session-idle-timeout=0", "--http-sse-ping-interval=60"];
@@ -1094,6 +1070,12 @@ fn the_grpc_interface() {
     refused(&both, &[], "--grpc-port must differ from --http-port (got 81)");
 }
 
+/// That one entry of a list is refused by its rule.
+#[track_caller]
+fn refused_entry(flag: &str, list: &str, number: usize, rule: &str) {
+    refused(&[flag, list], &[], &format!("{flag} entry {number} {rule} (got {list:?})"));
+}
+
 #[test]
 fn hosts() {
     let given = ["--http-allowed-hosts", "A.example, .b.example,[::1],10.0.0.1,fe80::1,*"];
@@ -1102,14 +1084,8 @@ fn hosts() {
     for (wrong, number) in
         [("a:80", 1), ("a,", 2), ("http://a", 1), ("..a", 1), (".", 1), ("*.a", 1), ("a b", 1)]
     {
-        refused(
-            &["--http-allowed-hosts", wrong],
-            &[],
-            &format!(
-                "--http-allowed-hosts entry {number} must be a host without a port, .domain \
-                 or * (got {wrong:?})"
-            ),
-        );
+        let rule = "must be a host without a port, .domain or *";
+        refused_entry("--http-allowed-hosts", wrong, number, rule);
     }
 }
 
@@ -1133,14 +1109,8 @@ fn origins() {
     let origins = config(&given, &[]).http_cors_allowed_origins;
     assert_eq!(origins, ["https://a.example", "http://b:81"]);
     for (wrong, number) in [("a.example", 1), ("*,", 2), ("http://a/", 1), ("http://", 1)] {
-        refused(
-            &["--http-cors-allowed-origins", wrong],
-            &[],
-            &format!(
-                "--http-cors-allowed-origins entry {number} must be scheme://host:port or * \
-                 (got {wrong:?})"
-            ),
-        );
+        let rule = "must be scheme://host:port or *";
+        refused_entry("--http-cors-allowed-origins", wrong, number, rule);
     }
 }
 

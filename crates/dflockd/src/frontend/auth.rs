@@ -119,7 +119,7 @@ pub(crate) struct Auth {
     guesses: Guesses,
     /// Grows when a token is dropped.
     dropped: watch::Sender<u64>,
-    /// The same to look at, on the way of every request.
+    /// How often a token was dropped, in a form that every request can look at.
     generation: AtomicU64,
 }
 
@@ -344,7 +344,7 @@ impl Service {
         admitted
     }
 
-    /// The same with the headers of a request.
+    /// Whether a client may come in with the token in the headers of its request. Who may not is counted and logged.
     pub(crate) fn admit_bearer(
         &self,
         api: Api,

@@ -13,6 +13,8 @@ use http_body::{Body, Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::frontend::giveback::PolledFrame;
+
 /// A body is handed on in pieces of this, each when there is room for it: what was handed on can not be counted.
 pub(crate) const PIECE_BYTES: usize = 16 * 1024;
 
@@ -49,7 +51,7 @@ impl Budget {
     }
 
     /// Waits for the turn to look at the state, and for room for the answer.
-    pub(crate) async fn look(&self, bytes: usize) -> (Reserved, Reserved) {
+    pub(crate) async fn inspection(&self, bytes: usize) -> (Reserved, Reserved) {
         let turn = self.reserve(&self.look, 1).await;
         (turn, self.answer(bytes).await)
     }
@@ -161,10 +163,7 @@ impl Body for Pieces {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> PolledFrame<Self::Error> {
         if self.rest.is_empty() {
             return Poll::Ready(None);
         }
@@ -207,8 +206,8 @@ mod tests {
     #[tokio::test]
     async fn one_look_at_a_time() {
         let budget = Budget::new(1000);
-        let (turn, room) = budget.look(10).await;
-        let mut next = by_hand(budget.look(10));
+        let (turn, room) = budget.inspection(10).await;
+        let mut next = by_hand(budget.inspection(10));
         assert!(next.poll_now().is_none());
         drop(turn);
         assert!(next.poll_now().is_some());

@@ -28,12 +28,12 @@ const PUSHES_MAX: usize = 1024;
 
 /// The session has ended, or is somebody else's now: nothing was done, or nobody can say what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Gone;
+pub(crate) struct SessionEnded;
 
 /// A session whose requests are awaited. It ends when this is dropped, unless it was kept.
 pub(crate) struct Caller {
     service: Arc<Service>,
-    desk: Arc<Desk>,
+    mailbox: Arc<Mailbox>,
     me: Attachment,
     last_request: AtomicU64,
     orderly: AtomicBool,
@@ -53,12 +53,12 @@ impl Caller {
         label: Arc<str>,
         push_bytes: Arc<PushBytes>,
     ) -> Self {
-        let desk = Arc::new(Desk::new(Arc::clone(&service.engine), api, push_bytes));
-        let sink: Arc<dyn Sink> = Arc::<Desk>::clone(&desk);
+        let mailbox = Arc::new(Mailbox::new(Arc::clone(&service.engine), api, push_bytes));
+        let sink: Arc<dyn Sink> = Arc::<Mailbox>::clone(&mailbox);
         let me = service.engine.open(sink, label);
         Self {
             service: Arc::clone(service),
-            desk,
+            mailbox,
             me,
             last_request: AtomicU64::new(0),
             orderly: AtomicBool::new(false),
@@ -97,7 +97,7 @@ impl Caller {
 
     /// Lets the session outlive this process' knowledge of it: whoever knows the secret can attach to it. None if as
     /// many sessions as may be are kept.
-    pub(crate) async fn keep(&self) -> Result<Option<SessionSecret>, Gone> {
+    pub(crate) async fn keep(&self) -> Result<Option<SessionSecret>, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let (secret, submitted) = self.service.engine.keep(&self.me, id);
@@ -106,7 +106,7 @@ impl Caller {
             self.service.engine.keep_refused(&self.me);
             return Ok(None);
         }
-        if outcome == Outcome::Done { Ok(Some(secret)) } else { Err(Gone) }
+        if outcome == Outcome::Done { Ok(Some(secret)) } else { Err(SessionEnded) }
     }
 
     /// The session's number.
@@ -125,7 +125,7 @@ impl Caller {
     }
 
     /// Executes a command.
-    pub(crate) async fn call(&self, command: Command<'_>) -> Result<Answer, Gone> {
+    pub(crate) async fn call(&self, command: Command<'_>) -> Result<Answer, SessionEnded> {
         let place = self.service.engine.place(command.key().unwrap_or_default());
         let id = self.next_request();
         let outcome = self.submit(id, false, command).await?;
@@ -138,7 +138,7 @@ impl Caller {
         &self,
         request: RequestId,
         command: Command<'_>,
-    ) -> Result<Outcome, Gone> {
+    ) -> Result<Outcome, SessionEnded> {
         self.submit(request, true, command).await
     }
 
@@ -147,7 +147,7 @@ impl Caller {
     pub(crate) fn cancel(&self, request: RequestId) -> bool {
         let engine = &self.service.engine;
         let known = {
-            let state = self.desk.state.lock();
+            let state = self.mailbox.state.lock();
             let waiting = state.waiting.get(&request).map(|waiting| waiting.place);
             waiting.or_else(|| state.left.get(&request).copied())
         };
@@ -161,7 +161,7 @@ impl Caller {
     }
 
     /// Answers a read.
-    pub(crate) async fn query(&self, query: Query<'_>) -> Result<Outcome, Gone> {
+    pub(crate) async fn query(&self, query: Query<'_>) -> Result<Outcome, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.query(&self.me, id, query);
@@ -169,7 +169,7 @@ impl Caller {
     }
 
     /// Answers when everything that was done before, by anybody, can be seen here.
-    pub(crate) async fn barrier(&self) -> Result<Outcome, Gone> {
+    pub(crate) async fn barrier(&self) -> Result<Outcome, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.barrier(&self.me, id);
@@ -177,7 +177,7 @@ impl Caller {
     }
 
     /// Ends somebody's session.
-    pub(crate) async fn kick(&self, session: SessionId) -> Result<Outcome, Gone> {
+    pub(crate) async fn kick(&self, session: SessionId) -> Result<Outcome, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let mut flushes = PendingFlushes::new();
@@ -187,7 +187,7 @@ impl Caller {
     }
 
     /// Ends a session of a cluster for its client.
-    pub(crate) async fn end_session(&self, session: SessionId) -> Result<Outcome, Gone> {
+    pub(crate) async fn end_session(&self, session: SessionId) -> Result<Outcome, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
         let submitted = self.service.engine.end(&self.me, id, session);
@@ -197,11 +197,11 @@ impl Caller {
     /// The next thing the session is told; none once it is over or was too slow.
     pub(crate) async fn pushed(&self) -> Option<Push> {
         loop {
-            let pushed = self.desk.pushed.notified();
+            let pushed = self.mailbox.pushed.notified();
             {
-                let mut state = self.desk.state.lock();
+                let mut state = self.mailbox.state.lock();
                 if let Some(push) = state.pushes.pop_front() {
-                    self.desk.push_bytes.remove(push_bytes(&push));
+                    self.mailbox.push_bytes.remove(push_bytes(&push));
                     return Some(push);
                 }
                 if state.closed {
@@ -214,13 +214,13 @@ impl Caller {
 
     /// From now on the session is only told which locks it lost.
     pub(crate) fn hear_only_losses(&self) {
-        self.desk.state.lock().only_losses = true;
+        self.mailbox.state.lock().only_losses = true;
     }
 
     /// What the session was told and nobody has taken.
     pub(crate) fn take_pushes(&self) -> Vec<Push> {
-        let pushes: Vec<_> = self.desk.state.lock().pushes.drain(..).collect();
-        self.desk.push_bytes.remove(pushes.iter().map(push_bytes).sum());
+        let pushes: Vec<_> = self.mailbox.state.lock().pushes.drain(..).collect();
+        self.mailbox.push_bytes.remove(pushes.iter().map(push_bytes).sum());
         pushes
     }
 
@@ -233,7 +233,7 @@ impl Caller {
     /// Waits until the session is over.
     pub(crate) async fn gone(&self) {
         loop {
-            let gone = self.desk.gone.notified();
+            let gone = self.mailbox.gone.notified();
             if self.is_gone() {
                 return;
             }
@@ -243,12 +243,12 @@ impl Caller {
 
     /// Whether the session goes on, but not here.
     pub(crate) fn is_elsewhere(&self) -> bool {
-        self.desk.state.lock().elsewhere
+        self.mailbox.state.lock().elsewhere
     }
 
     /// Whether the session is over.
     pub(crate) fn is_gone(&self) -> bool {
-        self.desk.state.lock().closed
+        self.mailbox.state.lock().closed
     }
 
     /// The client says that it is done: what the session holds is released, as the policy says.
@@ -277,7 +277,7 @@ impl Caller {
     /// The token of the client was dropped: the session ends, also one that would wait for its client.
     pub(crate) fn revoke(&self) {
         if !self.orderly.swap(true, Ordering::SeqCst) {
-            self.desk.shut();
+            self.mailbox.shut();
             let mut flushes = PendingFlushes::new();
             let request = self.next_request();
             self.service.engine.end_revoked(&self.me, request, &mut flushes);
@@ -286,7 +286,7 @@ impl Caller {
     }
 
     fn end(&self, orderly: bool) {
-        self.desk.shut();
+        self.mailbox.shut();
         let mut flushes = PendingFlushes::new();
         self.service.engine.close(&self.me, orderly, false, &mut flushes);
         flushes.run();
@@ -297,7 +297,7 @@ impl Caller {
         id: RequestId,
         keep: bool,
         command: Command<'_>,
-    ) -> Result<Outcome, Gone> {
+    ) -> Result<Outcome, SessionEnded> {
         let pending = self.expect(id, keep, command.key().unwrap_or_default());
         let mut flushes = PendingFlushes::new();
         let submitted = self.service.engine.submit(&self.me, id, keep, command, &mut flushes);
@@ -309,7 +309,7 @@ impl Caller {
     fn expect(&self, id: RequestId, keep: bool, key: &[u8]) -> Pending<'_> {
         let (sender, receiver) = oneshot::channel();
         let place = self.service.engine.place(key);
-        let mut state = self.desk.state.lock();
+        let mut state = self.mailbox.state.lock();
         state.last_waiting += 1;
         let number = state.last_waiting;
         let waiting = Waiting { number, sender, place, keep, others: Vec::new() };
@@ -387,7 +387,7 @@ enum Phase {
 }
 
 impl Pending<'_> {
-    async fn resolve(mut self, submitted: Submitted) -> Result<Outcome, Gone> {
+    async fn resolve(mut self, submitted: Submitted) -> Result<Outcome, SessionEnded> {
         match submitted {
             Submitted::Done(outcome) => {
                 self.forget();
@@ -395,13 +395,13 @@ impl Pending<'_> {
             }
             Submitted::Gone => {
                 self.forget();
-                Err(Gone)
+                Err(SessionEnded)
             }
             Submitted::Later(_) => self.wait().await,
         }
     }
 
-    async fn wait(mut self) -> Result<Outcome, Gone> {
+    async fn wait(mut self) -> Result<Outcome, SessionEnded> {
         self.phase = Phase::Submitted;
         let answer = (&mut self.receiver).await;
         self.phase = Phase::Settled;
@@ -413,13 +413,13 @@ impl Pending<'_> {
                 service.engine.cancel(me, self.id, self.place, &mut flushes);
                 flushes.run();
             }
-            Gone
+            SessionEnded
         })
     }
 
     fn forget(&mut self) {
         self.phase = Phase::Settled;
-        self.caller.desk.state.lock().forget(self.id, self.number);
+        self.caller.mailbox.state.lock().forget(self.id, self.number);
     }
 }
 
@@ -428,9 +428,9 @@ impl Drop for Pending<'_> {
         if self.phase == Phase::Settled {
             return;
         }
-        let Caller { service, desk, me, .. } = self.caller;
+        let Caller { service, mailbox, me, .. } = self.caller;
         let unanswered = {
-            let mut state = desk.state.lock();
+            let mut state = mailbox.state.lock();
             let waiting = state.forget(self.id, self.number);
             if waiting && self.phase == Phase::Submitted {
                 let unheard = if self.keep { &mut state.left } else { &mut state.abandoned };
@@ -523,7 +523,7 @@ fn run_in_turn(mut flushes: PendingFlushes) {
 }
 
 /// Where the engine leaves what a session must hear.
-struct Desk {
+struct Mailbox {
     engine: Arc<Engine>,
     api: Api,
     state: Mutex<State>,
@@ -533,7 +533,7 @@ struct Desk {
     gone: Notify,
 }
 
-impl Drop for Desk {
+impl Drop for Mailbox {
     fn drop(&mut self) {
         let pushes = &self.state.get_mut().pushes;
         self.push_bytes.remove(pushes.iter().map(push_bytes).sum());
@@ -587,7 +587,7 @@ impl State {
     }
 }
 
-impl Desk {
+impl Mailbox {
     fn new(engine: Arc<Engine>, api: Api, push_bytes: Arc<PushBytes>) -> Self {
         let (pushed, gone) = (Notify::new(), Notify::new());
         Self { engine, api, state: Mutex::default(), push_bytes, pushed, gone }
@@ -609,7 +609,7 @@ impl Desk {
     }
 }
 
-impl Sink for Desk {
+impl Sink for Mailbox {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         let mut state = self.state.lock();
         if state.closed {
@@ -779,7 +779,7 @@ mod tests {
     async fn open_calls_of_a_session_that_is_cut_off() {
         let service = service();
         let (holder, victim) = scene(&service).await;
-        victim.desk.overflow();
+        victim.mailbox.overflow();
         holder.close();
         lock_is_free(&service).await;
         drop(victim);

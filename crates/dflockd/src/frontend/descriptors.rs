@@ -31,9 +31,6 @@ const STRANGERS_MAX: u64 = 256;
 const PAUSE_MIN: Duration = Duration::from_millis(10);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// All APIs, in the order of [`Api`].
-const APIS: [Api; 3] = [Api::Line, Api::Http, Api::Grpc];
-
 /// The descriptors of the process, and what they are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Descriptors {
@@ -132,7 +129,7 @@ impl Connections {
     /// Says in the log what the limits are, and which settings can not be reached.
     pub(crate) fn log(&self, config: &Config, descriptors: Descriptors) {
         let Descriptors { limit, reserve, .. } = descriptors;
-        let [line, http, grpc] = APIS.map(|api| self.max(api));
+        let [line, http, grpc] = Api::ALL.map(|api| self.max(api));
         tracing::info!(open_files = limit, reserve, line, http, grpc, "most connections");
         let caps = [
             ("--max-connections", Api::Line, config.max_connections),
@@ -178,10 +175,10 @@ mod tests {
     /// share that the others can not take.
     #[test]
     fn no_api_takes_the_share_of_another() {
-        for flooded in APIS {
+        for flooded in Api::ALL {
             let connections = Connections::shared(120, [Some(0); 3]);
             assert_eq!(enter_all(&connections, flooded), 80);
-            let others: Vec<_> = APIS.into_iter().filter(|api| *api != flooded).collect();
+            let others: Vec<_> = Api::ALL.into_iter().filter(|api| *api != flooded).collect();
             assert_eq!(enter_all(&connections, others[0]), 20);
             assert_eq!(enter_all(&connections, others[1]), 20);
             connections.leave(flooded);
@@ -202,7 +199,7 @@ mod tests {
         let wishful = Connections::shared(120, [Some(1000), Some(0), None]);
         assert_eq!((wishful.max(Api::Line), wishful.max(Api::Http)), (90, 90));
         let unlimited = Connections::shared(u64::MAX, [Some(0); 3]);
-        assert!(APIS.iter().all(|&api| unlimited.enter(api)));
+        assert!(Api::ALL.iter().all(|&api| unlimited.enter(api)));
     }
 
     #[test]

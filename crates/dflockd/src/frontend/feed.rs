@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use crate::frontend::pool::{Background, Pool};
 
 /// How often news are looked for.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_EVERY: Duration = Duration::from_millis(5);
 /// Changes that are kept for all followers; who is further behind asks the engine.
 const LATEST_MAX: usize = 16_384;
 /// Changes handed out at a time.
@@ -110,7 +110,7 @@ impl Feed {
                     let pump = Arc::new(Pump { latest: Mutex::new(latest), news });
                     *known = Arc::downgrade(&pump);
                     let (engine, reads) = (Arc::clone(&self.engine), Arc::clone(&self.reads));
-                    tokio::spawn(look(engine, reads, Arc::downgrade(&pump)));
+                    tokio::spawn(poll_changes(engine, reads, Arc::downgrade(&pump)));
                     pump
                 }
             }
@@ -224,10 +224,10 @@ impl Follower {
 }
 
 /// Looks for news until nobody follows any more.
-async fn look(engine: Arc<Engine>, reads: Arc<Pool>, pump: Weak<Pump>) {
+async fn poll_changes(engine: Arc<Engine>, reads: Arc<Pool>, pump: Weak<Pump>) {
     let mut seen = 0;
     loop {
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_EVERY).await;
         let Some(pump) = pump.upgrade() else { return };
         let progress = engine.progress();
         if progress == seen {

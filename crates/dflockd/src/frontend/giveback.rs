@@ -10,6 +10,9 @@ use parking_lot::Mutex;
 
 use crate::frontend::caller::Answer;
 
+/// What a body says when it is asked for its next frame.
+pub(crate) type PolledFrame<E> = Poll<Option<Result<Frame<Bytes>, E>>>;
+
 /// The body of an answer. What the answer gave is given back unless the beginning of the body is taken.
 pub(crate) struct Giving<B> {
     body: B,
@@ -26,10 +29,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for Giving<B> {
     type Data = Bytes;
     type Error = B::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<B::Error> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
         if let Some(Ok(frame)) = &frame
             && frame.is_data()

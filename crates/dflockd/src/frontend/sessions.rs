@@ -5,7 +5,6 @@
 //! member.
 
 use std::collections::HashMap;
-use std::fmt::Write;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -320,30 +319,25 @@ pub(crate) struct SessionKey {
 impl SessionKey {
     /// 32 lower-case hexadecimal digits, and 8 more if there is a time to live.
     pub(crate) fn parse(text: &[u8]) -> Option<Self> {
-        let digit = |byte: u8| match byte {
-            b'0'..=b'9' => Some(byte - b'0'),
-            b'a'..=b'f' => Some(byte - b'a' + 10),
-            _ => None,
+        let has_ttl = match text.len() {
+            32 => false,
+            40 => true,
+            _ => return None,
         };
-        if text.len() != 32 && text.len() != 40 {
+        // An id has one form.
+        if text.iter().any(u8::is_ascii_uppercase) {
             return None;
         }
         let mut bytes = [0; 20];
-        for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-            *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-        }
+        hex::decode_to_slice(text, &mut bytes[..text.len() / 2]).ok()?;
         let [secret @ .., a, b, c, d] = bytes;
-        let ttl_ms = (text.len() == 40).then_some(u32::from_be_bytes([a, b, c, d]));
+        let ttl_ms = has_ttl.then_some(u32::from_be_bytes([a, b, c, d]));
         Some(Self { secret: SessionSecret(secret), ttl_ms })
     }
 
     pub(crate) fn text(self) -> String {
-        let mut text = String::with_capacity(40);
-        let ttl = self.ttl_ms.map(u32::to_be_bytes);
-        for byte in self.secret.0.iter().chain(ttl.iter().flatten()) {
-            write!(text, "{byte:02x}").expect("a string takes everything");
-        }
-        text
+        let ttl = self.ttl_ms.map(|ttl_ms| hex::encode(ttl_ms.to_be_bytes()));
+        hex::encode(self.secret.0) + &ttl.unwrap_or_default()
     }
 }
 

@@ -77,23 +77,23 @@ metrics! {
 
     CONNECTIONS Gauge Always "dflockd_connections" []
         "Connections of the line protocol"
-    OPEN_CONNECTIONS Gauge Always "dflockd_open_connections" ["door"]
+    OPEN_CONNECTIONS Gauge Always "dflockd_open_connections" ["api"]
         "Connections by the protocol they speak"
-    CONNECTIONS_MAX Gauge Always "dflockd_connections_max" ["door"]
+    CONNECTIONS_MAX Gauge Always "dflockd_connections_max" ["api"]
         "Connections that a protocol can have at most: its cap, or what the limit of open files leaves for it"
-    CONNECTIONS_REFUSED Counter Always "dflockd_connections_refused_total" ["door"]
+    CONNECTIONS_REFUSED Counter Always "dflockd_connections_refused_total" ["api"]
         "Connections that were closed at once because of a cap"
-    AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["door" "token"]
+    AUTH_FAILURES Counter Always "dflockd_auth_failures_total" ["api" "token"]
         "Requests and connections refused for a wrong or missing token, of clients or of operators (admin)"
-    AUTH_THROTTLED Counter Always "dflockd_auth_throttled_total" ["door" "token"]
+    AUTH_THROTTLED Counter Always "dflockd_auth_throttled_total" ["api" "token"]
         "Those of them whose token was not looked at, because too many were wrong before"
-    REVOKED Counter Always "dflockd_revoked_total" ["door"]
+    REVOKED Counter Always "dflockd_revoked_total" ["api"]
         "Connections, sessions, streams and waiting requests that ended because their token was dropped"
     FOREIGN_PROTOCOLS Counter Always "dflockd_foreign_protocol_total" ["protocol"]
         "Connections that spoke HTTP or TLS to the port of the line protocol and were closed"
-    SLOW_READERS Counter Always "dflockd_slow_readers_closed_total" ["door"]
+    SLOW_READERS Counter Always "dflockd_slow_readers_closed_total" ["api"]
         "Connections and streams that were closed because their client did not take in what waited for it"
-    OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["door"]
+    OPEN_SESSIONS Gauge Always "dflockd_open_sessions" ["api"]
         "Sessions of this server by the protocol they were opened with, kept ones without a connection included"
     HTTP_SESSIONS Gauge Always "dflockd_http_sessions" []
         "HTTP sessions, those of event streams included"

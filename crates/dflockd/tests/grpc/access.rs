@@ -3,10 +3,7 @@
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::http::Ask;
 use dflockd_testkit::{Dir, Pair};
-use dflockd_wire::grpc::{
-    AcquireRequest, AuditRequest, EndSessionRequest, ForceReleaseRequest, ListSessionsRequest,
-    OpenRequest, Reason, SubscribeRequest, Subscription, WatchRequest,
-};
+use dflockd_wire::grpc::*;
 use tonic::metadata::MetadataValue;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request};
@@ -122,11 +119,8 @@ async fn a_dropped_token_ends_what_came_with_it() {
     let gone = link.locks().acquire(acquire(&opened.session, "x", 0, &new)).await;
     refused(gone, Code::NotFound, Reason::SessionGone);
     let scrape = Ask::get("/metrics").header("Authorization", &new);
-    let page = ask_http(http, &scrape).text();
-    let count = page.lines().find_map(|line| {
-        line.strip_prefix("dflockd_revoked_total{door=\"grpc\"} ")?.parse::<f64>().ok()
-    });
-    assert!(count >= Some(4.0), "{page}");
+    let count = ask_http(http, &scrape).metric("dflockd_revoked_total{api=\"grpc\"}");
+    assert!(count >= 4.0, "{count}");
 }
 
 /// GUARANTEES 48: wrong tokens are limited; who is in goes on.
@@ -159,7 +153,7 @@ async fn guessing_is_limited() {
         (reply.status == 200).then(|| reply.text())
     })
     .await;
-    let line = "dflockd_auth_failures_total{door=\"grpc\",token=\"admin\"} 1";
+    let line = "dflockd_auth_failures_total{api=\"grpc\",token=\"admin\"} 1";
     assert!(page.contains(line), "{page}");
 }
 
@@ -200,7 +194,7 @@ async fn an_operator_ends_holds_and_sessions() {
     let listed = link.admin().list_sessions(list).await.unwrap().into_inner();
     let found = listed.sessions.iter().find(|session| session.number == victim.number);
     let found = found.expect("it is listed");
-    assert_eq!((&*found.client, &*found.door, found.holds), ("victim", "grpc", 1));
+    assert_eq!((&*found.client, &*found.api, found.holds), ("victim", "grpc", 1));
     assert_eq!(found.metadata["version"], "7");
     let end = |number| {
         let request = EndSessionRequest { number, reason: "because".into() };
@@ -221,10 +215,8 @@ async fn an_operator_ends_holds_and_sessions() {
 async fn tls_is_the_one_of_the_line_protocol() {
     let dir = Dir::new();
     let pair = Pair::new();
-    let mut flags = vec!["--auth-token", TOKEN];
-    let of_tls = pair.flags(&dir);
-    flags.extend(of_tls.iter().map(|flag| &**flag));
-    let site = Site::start(&flags);
+    let [cert, key] = pair.flags(&dir);
+    let site = Site::start(&["--auth-token", TOKEN, &cert, &key]);
     let authority = Certificate::from_pem(&pair.cert);
     let tls = ClientTlsConfig::new().ca_certificate(authority).domain_name("localhost");
     let endpoint = Endpoint::from_shared(format!("https://{}", site.grpc)).unwrap();

@@ -3,9 +3,7 @@
 use dflockd_testkit::eventually::tasks::{eventually, soon};
 use dflockd_testkit::http::Ask;
 use dflockd_testkit::millis;
-use dflockd_wire::grpc::{
-    AuditRecord, AuditRequest, ForceReleaseRequest, PromoteRequest, Reason, TransferRequest,
-};
+use dflockd_wire::grpc::*;
 use serde_json::{Value, json};
 use tonic::{Code, Request};
 
@@ -64,16 +62,16 @@ async fn actions_through_all_apis_are_audited() {
         told.push(record);
     }
     let facts = |record: &AuditRecord| {
-        let AuditRecord { door, what, reason, done, .. } = record.clone();
-        (door, what, reason, done)
+        let AuditRecord { api, what, reason, done, .. } = record.clone();
+        (api, what, reason, done)
     };
-    let fact = |door: &str, what: &str, done| {
-        let reason = match door {
+    let fact = |api: &str, what: &str, done| {
+        let reason = match api {
             "line" => "by a line",
             "http" => "by HTTP",
             _ => "by gRPC",
         };
-        (door.to_owned(), what.to_owned(), reason.to_owned(), Some(done))
+        (api.to_owned(), what.to_owned(), reason.to_owned(), Some(done))
     };
     assert_eq!(facts(&told[0]), fact("line", "force-release", true));
     assert_eq!((&told[0].key[..], told[0].fence), (&b"k"[..], held.fence));

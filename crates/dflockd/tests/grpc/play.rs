@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 
 use dflockd_testkit::cluster::single;
 use dflockd_testkit::script::list::Difference;
-use dflockd_testkit::script::through::{Api, Told, answer_line, granted, push_line, read, renewed};
+use dflockd_testkit::script::through::{Api, answer_line, outcome_line, push_line, read};
 use dflockd_testkit::{Dir, Server};
-use dflockd_wire::grpc::compare_and_set_request::Expect;
+use dflockd_wire::command::{Subscribe, Unsubscribe};
 use dflockd_wire::grpc::subscribe_response::What;
 use dflockd_wire::grpc::{
-    self as proto, AcquireRequest, AddCounterRequest, BarrierWaitRequest, CampaignRequest,
-    CloseRequest, CompareAndSetRequest, DeleteRequest, EnqueueRequest, GetCounterRequest,
-    GetRequest, Grant, LengthRequest, ListEnd, LockMode, ObserveRequest, PopRequest,
-    PublishRequest, PushRequest, RangeRequest, Reason, ReleaseRequest, RenewRequest, ResignRequest,
-    SetCounterRequest, SetRequest, SubscribeRequest, Subscription, WaitRequest, WatchRequest,
+    self as proto, CloseRequest, CommandCall, GetCounterRequest, GetRequest, Head, LengthRequest,
+    ObserveRequest, RangeRequest, Reason, SubscribeRequest, Subscription as Wish, WatchRequest,
 };
-use dflockd_wire::{End, ErrorCode, Frame, Mode, Op, Push, Request, Response, Space, TokenText};
+use dflockd_wire::{
+    Command, ErrorCode, Frame, Op, Outcome, Push, Query, Request, Response, Subscription,
+};
 use parking_lot::Mutex;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
 use super::site::{Link, Session, info};
 use super::transcripts;
@@ -226,260 +226,97 @@ impl Talk {
         }
     }
 
+    #[expect(clippy::wildcard_enum_match_arm, reason = "others are not played")]
     async fn execute(&mut self, op: Op, request: Request<'_>) {
-        let text = |bytes: &[u8]| bytes::Bytes::copy_from_slice(bytes);
-        let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap();
-        let lease = |lease: Option<Duration>| lease.map_or(0, ms);
-        let link = self.session.link.clone();
-        let session = self.session.id.clone();
         match request {
             Request::Ping => self.lines.answer(&Response::Ok),
-            Request::Acquire { mode: Mode::Election, key, wait, lease: asked } => {
-                let request = CampaignRequest {
-                    session,
-                    key: text(key),
-                    wait_ms: ms(wait),
-                    lease_ms: lease(asked),
-                    ..CampaignRequest::default()
-                };
-                let told = link.elections().campaign(request).await;
-                self.granted(op, told.map(|told| told.into_inner().grant));
+            Request::Query(query) => {
+                let told = self.read(query).await;
+                self.told(op, told);
             }
-            Request::Acquire { mode, key, wait, lease: asked } => {
-                let (mode, limit) = mode_of(mode);
-                let request = AcquireRequest {
-                    session,
-                    key: text(key),
-                    mode,
-                    limit,
-                    wait_ms: ms(wait),
-                    lease_ms: lease(asked),
-                    ..AcquireRequest::default()
-                };
-                let told = link.locks().acquire(request).await;
-                self.granted(op, told.map(|told| told.into_inner().grant));
+            Request::Command(Command::Subscribe(Subscribe { to })) => {
+                let told = self.subscribe(to).await;
+                self.told(op, told.map(|()| Outcome::Done));
             }
-            Request::Enqueue { mode, key, lease: asked } => {
-                let (mode, limit) = mode_of(mode);
-                let request = EnqueueRequest {
-                    session,
-                    key: text(key),
-                    mode,
-                    limit,
-                    lease_ms: lease(asked),
-                    ..EnqueueRequest::default()
-                };
-                let told = link.locks().enqueue(request).await;
-                self.granted(op, told.map(|told| told.into_inner().grant));
+            Request::Command(Command::Unsubscribe(Unsubscribe { from })) => {
+                let told = self.unsubscribe(from).await;
+                self.told(op, told.map(|()| Outcome::Done));
             }
-            Request::Wait { space, key, wait } => {
-                let request = WaitRequest {
-                    session,
-                    key: text(key),
-                    mode: space_of(space),
-                    wait_ms: ms(wait),
-                    ..WaitRequest::default()
-                };
-                let told = link.locks().wait(request).await;
-                self.granted(op, told.map(|told| told.into_inner().grant));
+            Request::Command(command) => {
+                let call = CommandCall::new(&command).expect("others are not played");
+                let head = Head { session: &self.session.id, ..Head::default() };
+                let channel = self.session.link.channel.clone();
+                let told = call.make(channel, MetadataMap::default(), head).await;
+                self.told(op, told);
             }
-            Request::Release { key, token, resign: true, .. } => {
-                let token = String::from_utf8_lossy(token).into_owned();
-                let request =
-                    ResignRequest { session, key: text(key), token, ..ResignRequest::default() };
-                let told = link.elections().resign(request).await;
-                self.done(op, told.map(|_| ()));
+            _ => unreachable!("sections with {op:?} are not played"),
+        }
+    }
+
+    async fn read(&self, query: Query<'_>) -> Result<Outcome, Status> {
+        let link = &self.session.link;
+        let text = |bytes: &[u8]| bytes::Bytes::copy_from_slice(bytes);
+        Ok(match query {
+            Query::Counter { key } => {
+                let told = link.counters().get(GetCounterRequest { key: text(key) }).await?;
+                Outcome::Number(told.into_inner().value)
             }
-            Request::Release { space, key, token, resign: _ } => {
-                let request = ReleaseRequest {
-                    session,
-                    key: text(key),
-                    mode: space_of(space),
-                    token: String::from_utf8_lossy(token).into_owned(),
-                    ..ReleaseRequest::default()
-                };
-                let told = link.locks().release(request).await;
-                self.done(op, told.map(|_| ()));
+            Query::Kv { key } | Query::Entry { key } => {
+                let told = link.kv().get(GetRequest { key: text(key) }).await?;
+                let entry = told.into_inner().entry;
+                entry.map_or(Outcome::Empty, |entry| Outcome::Value(entry.value[..].into()))
             }
-            Request::Renew { space, key, token, lease: asked } => {
-                let request = RenewRequest {
-                    session,
-                    key: text(key),
-                    mode: space_of(space),
-                    token: String::from_utf8_lossy(token).into_owned(),
-                    lease_ms: lease(asked),
-                    ..RenewRequest::default()
-                };
-                match link.locks().renew(request).await {
-                    Ok(told) => {
-                        let proto::RenewResponse { valid_for_ms, fence, .. } = told.into_inner();
-                        let remaining = Duration::from_millis(valid_for_ms);
-                        self.lines.answer(&renewed(op, remaining, fence));
-                    }
-                    Err(status) => self.refused(op, &status),
-                }
+            Query::Length { key } => {
+                let told = link.lists().length(LengthRequest { key: text(key) }).await?;
+                Outcome::Number(i64::try_from(told.into_inner().length).unwrap())
             }
-            Request::Add { key, delta, decrement } => {
-                let delta = if decrement { delta.wrapping_neg() } else { delta };
-                let request =
-                    AddCounterRequest { session, key: text(key), delta, ..Default::default() };
-                let told = link.counters().add(request).await;
-                self.number(op, told.map(|told| told.into_inner().value));
-            }
-            Request::CounterGet { key } => {
-                let told = link.counters().get(GetCounterRequest { key: text(key) }).await;
-                self.number(op, told.map(|told| told.into_inner().value));
-            }
-            Request::CounterSet { key, value } => {
-                let request =
-                    SetCounterRequest { session, key: text(key), value, ..Default::default() };
-                let told = link.counters().set(request).await;
-                self.done(op, told.map(|_| ()));
-            }
-            Request::KvSet { key, value, ttl } => {
-                let (key, value, ttl_ms) = (text(key), text(value), lease(ttl));
-                let request = SetRequest { session, key, value, ttl_ms, ..Default::default() };
-                let told = link.kv().set(request).await;
-                self.done(op, told.map(|_| ()));
-            }
-            Request::KvGet { key } => match link.kv().get(GetRequest { key: text(key) }).await {
-                Ok(told) => match told.into_inner().entry {
-                    Some(entry) => self.lines.answer(&Response::Value(&entry.value)),
-                    None => self.lines.answer(&Response::Nil),
-                },
-                Err(status) => self.refused(op, &status),
-            },
-            Request::KvDelete { key } => {
-                let request = DeleteRequest { session, key: text(key), ..Default::default() };
-                let told = link.kv().delete(request).await;
-                self.done(op, told.map(|_| ()));
-            }
-            Request::KvCompareAndSet { key, old, new, ttl } => {
-                let expect = old.map_or(Expect::Absent(true), |old| Expect::Value(text(old)));
-                let request = CompareAndSetRequest {
-                    session,
-                    key: text(key),
-                    expect: Some(expect),
-                    new_value: text(new),
-                    ttl_ms: lease(ttl),
-                    ..CompareAndSetRequest::default()
-                };
-                match link.kv().compare_and_set(request).await {
-                    Ok(told) if told.get_ref().written => self.lines.answer(&Response::Ok),
-                    Ok(_) => self.lines.answer(&Response::CasConflict),
-                    Err(status) => self.refused(op, &status),
-                }
-            }
-            Request::Push { key, end, value } => {
-                let (key, item, end) = (text(key), text(value), end_of(end));
-                let request = PushRequest { session, key, end, item, ..Default::default() };
-                let told = link.lists().push(request).await;
-                let length = told.map(|told| i64::try_from(told.into_inner().length).unwrap());
-                self.number(op, length);
-            }
-            Request::Pop { key, end } => {
-                let request =
-                    PopRequest { session, key: text(key), end: end_of(end), ..Default::default() };
-                let told = link.lists().pop(request).await;
-                self.item(op, told.map(|told| told.into_inner().item));
-            }
-            Request::BlockingPop { key, end, wait } => {
-                let request = PopRequest {
-                    session,
-                    key: text(key),
-                    end: end_of(end),
-                    wait_ms: Some(ms(wait)),
-                    ..PopRequest::default()
-                };
-                let told = link.lists().pop(request).await;
-                self.item(op, told.map(|told| told.into_inner().item));
-            }
-            Request::Length { key } => {
-                let told = link.lists().length(LengthRequest { key: text(key) }).await;
-                let length = told.map(|told| i64::try_from(told.into_inner().length).unwrap());
-                self.number(op, length);
-            }
-            Request::Range { key, start, stop } => {
+            Query::Range { key, start, stop } => {
                 let request = RangeRequest { key: text(key), start, stop };
-                match link.lists().range(request).await {
-                    Ok(told) => {
-                        let items = told.into_inner().items;
-                        let items: Vec<_> =
-                            items.iter().map(|item| String::from_utf8_lossy(item)).collect();
-                        let json = serde_json::to_vec(&items).unwrap();
-                        self.lines.answer(&Response::Value(&json));
-                    }
-                    Err(status) => self.refused(op, &status),
-                }
+                let items = link.lists().range(request).await?.into_inner().items;
+                let items: Vec<_> = items.iter().map(|it| String::from_utf8_lossy(it)).collect();
+                Outcome::Value(serde_json::to_vec(&items).unwrap().into())
             }
-            Request::BarrierWait { key, count, wait } => {
-                let request = BarrierWaitRequest {
-                    session,
-                    key: text(key),
-                    count,
-                    wait_ms: ms(wait),
-                    ..BarrierWaitRequest::default()
-                };
-                match link.barriers().wait(request).await {
-                    Ok(told) if told.get_ref().passed => self.lines.answer(&Response::Ok),
-                    Ok(_) => self.lines.answer(&Response::Timeout),
-                    Err(status) => self.refused(op, &status),
-                }
+        })
+    }
+
+    async fn subscribe(&mut self, to: Subscription<'_>) -> Result<(), Status> {
+        let text = |bytes: &[u8]| bytes::Bytes::copy_from_slice(bytes);
+        match to {
+            Subscription::Signals { pattern, group } => {
+                let wish = Wish { pattern: text(pattern), group: text(group) };
+                self.wish(SubscribeRequest { add: vec![wish], remove: vec![] }).await
             }
-            Request::Signal { channel, payload } => {
-                let (channel, payload) = (text(channel), text(payload));
-                let request = PublishRequest { session, channel, payload, ..Default::default() };
-                let told = link.signals().publish(request).await;
-                let count = told.map(|told| i64::try_from(told.into_inner().receivers).unwrap());
-                self.number(op, count);
-            }
-            Request::Listen { pattern, group } => {
-                let wish = Subscription { pattern: text(pattern), group: text(group) };
-                let told = self.wish(SubscribeRequest { add: vec![wish], remove: vec![] }).await;
-                self.done(op, told);
-            }
-            Request::Unlisten { pattern, group } => {
-                let wish = Subscription { pattern: text(pattern), group: text(group) };
-                // Without a stream there is nothing to unlisten.
-                let told = match self.signals {
-                    None => Ok(()),
-                    Some(_) => {
-                        self.wish(SubscribeRequest { add: vec![], remove: vec![wish] }).await
-                    }
-                };
-                self.done(op, told);
-            }
-            Request::Watch { pattern } => {
+            Subscription::Changes { pattern, .. } => {
                 let mut patterns = self.patterns.clone();
                 if !patterns.iter().any(|known| known == pattern) {
                     patterns.push(text(pattern));
                 }
-                let told = self.watch(patterns).await;
-                self.done(op, told);
+                self.watch(patterns).await
             }
-            Request::Unwatch { pattern } => {
+            Subscription::Leaders { key } => self.observe(text(key)).await,
+        }
+    }
+
+    async fn unsubscribe(&mut self, from: Subscription<'_>) -> Result<(), Status> {
+        let text = |bytes: &[u8]| bytes::Bytes::copy_from_slice(bytes);
+        match from {
+            // Without a stream there is nothing to unlisten.
+            Subscription::Signals { .. } if self.signals.is_none() => Ok(()),
+            Subscription::Signals { pattern, group } => {
+                let wish = Wish { pattern: text(pattern), group: text(group) };
+                self.wish(SubscribeRequest { add: vec![], remove: vec![wish] }).await
+            }
+            Subscription::Changes { pattern, .. } => {
                 let mut patterns = self.patterns.clone();
                 patterns.retain(|known| known != pattern);
-                let told = self.watch(patterns).await;
-                self.done(op, told);
+                self.watch(patterns).await
             }
-            Request::Observe { key } => {
-                let told = self.observe(text(key)).await;
-                self.done(op, told);
+            Subscription::Leaders { key } => {
+                if let Some(stream) = self.streams.remove(&(Op::Observe, key.to_vec())) {
+                    stream.abort();
+                }
+                Ok(())
             }
-            Request::Unobserve { key } => self.stop(op, Op::Observe, key),
-            Request::Auth { .. }
-            | Request::Stats
-            | Request::Barrier
-            | Request::StableRef { .. }
-            | Request::Hello { .. }
-            | Request::Cancel { .. }
-            | Request::Ack { .. }
-            | Request::Inspect { .. }
-            | Request::Ls { .. }
-            | Request::ForceRelease { .. }
-            | Request::EndSession { .. }
-            | Request::Cluster { .. } => unreachable!("sections with {op:?} are not played"),
         }
     }
 
@@ -577,43 +414,9 @@ impl Talk {
         Ok(())
     }
 
-    fn stop(&mut self, op: Op, begun: Op, what: &[u8]) {
-        if let Some(stream) = self.streams.remove(&(begun, what.to_vec())) {
-            stream.abort();
-        }
-        self.done(op, Ok(()));
-    }
-
-    fn granted(&self, op: Op, told: Result<Option<Grant>, Status>) {
-        let told_of = |grant: Grant| Told {
-            token: TokenText::from_bytes(grant.token.as_bytes()).expect("a token"),
-            lease: Duration::from_millis(grant.valid_for_ms),
-            fence: grant.fence,
-        };
+    fn told(&self, op: Op, told: Result<Outcome, Status>) {
         match told {
-            Ok(grant) => self.lines.answer(&granted(op, grant.map(told_of))),
-            Err(status) => self.refused(op, &status),
-        }
-    }
-
-    fn done(&self, op: Op, told: Result<(), Status>) {
-        match told {
-            Ok(()) => self.lines.answer(&Response::Ok),
-            Err(status) => self.refused(op, &status),
-        }
-    }
-
-    fn number(&self, op: Op, told: Result<i64, Status>) {
-        match told {
-            Ok(number) => self.lines.answer(&Response::Number(number)),
-            Err(status) => self.refused(op, &status),
-        }
-    }
-
-    fn item(&self, op: Op, told: Result<Option<bytes::Bytes>, Status>) {
-        match told {
-            Ok(Some(item)) => self.lines.answer(&Response::Value(&item)),
-            Ok(None) => self.lines.answer(&Response::Nil),
+            Ok(outcome) => self.lines.answer_with(outcome_line(op, &outcome)),
             Err(status) => self.refused(op, &status),
         }
     }
@@ -640,29 +443,5 @@ impl Talk {
             _ => ErrorCode::Error,
         };
         self.lines.answer(&Response::Error(code));
-    }
-}
-
-fn mode_of(mode: Mode) -> (i32, u32) {
-    let (mode, limit) = match mode {
-        Mode::Mutex | Mode::Election => (LockMode::Mutex, 0),
-        Mode::Semaphore { limit } => (LockMode::Semaphore, limit),
-        Mode::Read => (LockMode::Read, 0),
-        Mode::Write => (LockMode::Write, 0),
-    };
-    (mode.into(), limit)
-}
-
-fn space_of(space: Space) -> i32 {
-    match space {
-        Space::Locks => LockMode::Mutex.into(),
-        Space::Semaphores => LockMode::Semaphore.into(),
-    }
-}
-
-fn end_of(end: End) -> i32 {
-    match end {
-        End::Left => ListEnd::Left.into(),
-        End::Right => ListEnd::Right.into(),
     }
 }

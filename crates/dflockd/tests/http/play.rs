@@ -11,9 +11,16 @@ use std::time::Duration;
 use dflockd_testkit::http::{Ask, Events, Got, Reply, Wire, escape};
 use dflockd_testkit::script::list::Difference;
 use dflockd_testkit::script::rest::{Activity, Rest};
-use dflockd_testkit::script::through::{Api, Told, answer_line, granted, push_line, read, renewed};
+use dflockd_testkit::script::through::{Api, answer_line, outcome_line, push_line, read};
 use dflockd_testkit::{eventually, millis};
-use dflockd_wire::{End, ErrorCode, Frame, Mode, Op, Push, Request, Response, Space, TokenText};
+use dflockd_wire::command::{
+    self as wire, Acquire, Add, BarrierWait, CounterSet, Enqueue, ForceRelease, KvCompareAndSet,
+    KvDelete, KvSet, Pop, Release, Renew, Signal, Subscribe, Unsubscribe, Wait,
+};
+use dflockd_wire::{
+    Command, End, ErrorCode, Expect, Fence, Frame, Grant, Mode, Op, Outcome, Push, Query, Request,
+    Response, Space, Span, Subscription, Token,
+};
 use serde_json::{Value, json};
 
 use super::site::Site;
@@ -260,12 +267,34 @@ fn has_more(socket: &TcpStream) -> bool {
 /// What stands for a request.
 #[expect(clippy::wildcard_enum_match_arm, reason = "others are not played")]
 fn deed(op: Op, request: &Request<'_>, session: &str) -> Deed {
-    let put = |path: String, body: Value| Ask::new("PUT", &path).body(body.to_string());
     let ask = match *request {
         Request::Ping => Ask::new("POST", &format!("/v1/sessions/{session}/ping")),
         Request::Stats => Ask::get("/v1/stats"),
-        Request::Acquire { mode, key, wait, lease } => {
-            let mut body = json!({ "acquire_timeout_s": wait.as_secs() });
+        Request::Query(Query::Counter { key } | Query::Kv { key }) => Ask::get(&route(op, key, "")),
+        Request::Query(Query::Length { key }) => Ask::get(&route(op, key, "/length")),
+        Request::Query(Query::Range { key, start, stop }) => {
+            Ask::get(&route(op, key, &format!("?start={start}&stop={stop}")))
+        }
+        Request::Command(command) => return command_deed(op, &command),
+        Request::ForceRelease { command: ForceRelease { space, fence, key }, token, reason } => {
+            let space = match space {
+                Space::Locks => "lock",
+                Space::Semaphores => "sem",
+            };
+            let body = json!({ "space": space, "fence": fence.0.to_string(), "reason": reason });
+            Ask::post(&route(op, key, "/force-release"), &body).admin(text(token))
+        }
+        _ => unreachable!("sections with {op:?} are not played"),
+    };
+    Deed::Ask(ask)
+}
+
+#[expect(clippy::wildcard_enum_match_arm, reason = "others are not played")]
+fn command_deed(op: Op, command: &Command<'_>) -> Deed {
+    let put = |path: String, body: Value| Ask::new("PUT", &path).body(body.to_string());
+    let ask = match *command {
+        Command::Acquire(Acquire { mode, key, wait, lease, .. }) => {
+            let mut body = json!({ "acquire_timeout_s": seconds(wait) });
             lasts(&mut body, "lease_ttl_s", lease);
             limited(&mut body, mode);
             let path = match mode {
@@ -275,7 +304,7 @@ fn deed(op: Op, request: &Request<'_>, session: &str) -> Deed {
             };
             Ask::post(&path, &body)
         }
-        Request::Enqueue { mode, key, lease } => {
+        Command::Enqueue(Enqueue { mode, key, lease, .. }) => {
             let mut body = json!({});
             lasts(&mut body, "lease_ttl_s", lease);
             limited(&mut body, mode);
@@ -286,90 +315,86 @@ fn deed(op: Op, request: &Request<'_>, session: &str) -> Deed {
             };
             Ask::post(&path, &body)
         }
-        Request::Wait { key, wait, .. } => {
-            Ask::post(&route(op, key, "/wait"), &json!({ "timeout_s": wait.as_secs() }))
+        Command::Wait(Wait { key, wait, .. }) => {
+            Ask::post(&route(op, key, "/wait"), &json!({ "timeout_s": seconds(wait) }))
         }
-        Request::Release { key, token, resign, .. } => {
+        Command::Release(Release { key, token, resign, .. }) => {
             let verb = if resign { "/resign" } else { "/release" };
-            Ask::post(&route(op, key, verb), &json!({ "token": text(token) }))
+            Ask::post(&route(op, key, verb), &json!({ "token": &*token.text() }))
         }
-        Request::Renew { key, token, lease, .. } => {
-            let mut body = json!({ "token": text(token) });
+        Command::Renew(Renew { key, token, lease, .. }) => {
+            let mut body = json!({ "token": &*token.text() });
             lasts(&mut body, "lease_ttl_s", lease);
             Ask::post(&route(op, key, "/renew"), &body)
         }
-        Request::Add { key, delta, decrement } => {
+        Command::Add(Add { key, delta, decrement }) => {
             let delta = if decrement { delta.wrapping_neg() } else { delta };
             Ask::post(&route(op, key, "/add"), &json!({ "delta": delta }))
         }
-        Request::CounterGet { key } | Request::KvGet { key } => Ask::get(&route(op, key, "")),
-        Request::CounterSet { key, value } => put(route(op, key, ""), json!({ "value": value })),
-        Request::KvSet { key, value, ttl } => {
+        Command::CounterSet(CounterSet { key, value }) => {
+            put(route(op, key, ""), json!({ "value": value }))
+        }
+        Command::KvSet(KvSet { key, value, ttl }) => {
             let mut body = json!({ "value": text(value) });
             lasts(&mut body, "ttl_s", ttl);
             put(route(op, key, ""), body)
         }
-        Request::KvDelete { key } => Ask::new("DELETE", &route(op, key, "")),
-        Request::KvCompareAndSet { key, old, new, ttl } => {
-            let mut body = json!({ "value": text(new) });
-            match old {
-                None => body["if_absent"] = true.into(),
-                Some(old) => body["if_value"] = text(old).into(),
+        Command::KvDelete(KvDelete { key }) => Ask::new("DELETE", &route(op, key, "")),
+        Command::KvCompareAndSet(KvCompareAndSet { key, expect, value, ttl }) => {
+            let mut body = json!({ "value": text(value) });
+            match expect {
+                Expect::Absent => body["if_absent"] = true.into(),
+                Expect::Value(old) => body["if_value"] = text(old).into(),
+                Expect::Revision(_) => unreachable!("lines have no revisions"),
             }
             lasts(&mut body, "ttl_s", ttl);
             put(route(op, key, ""), body)
         }
-        Request::Push { key, end, value } => {
+        Command::Push(wire::Push { key, end, value }) => {
             let body = json!({ "value": text(value), "end": end_of(end) });
             Ask::post(&route(op, key, "/push"), &body)
         }
-        Request::Pop { key, end } => {
-            Ask::post(&route(op, key, "/pop"), &json!({ "end": end_of(end) }))
-        }
-        Request::BlockingPop { key, end, wait } => {
-            let body = json!({ "end": end_of(end), "timeout_s": wait.as_secs() });
+        Command::Pop(Pop { key, end, wait }) => {
+            let mut body = json!({ "end": end_of(end) });
+            lasts(&mut body, "timeout_s", wait);
             Ask::post(&route(op, key, "/pop"), &body)
         }
-        Request::Length { key } => Ask::get(&route(op, key, "/length")),
-        Request::Range { key, start, stop } => {
-            Ask::get(&route(op, key, &format!("?start={start}&stop={stop}")))
-        }
-        Request::BarrierWait { key, count, wait } => {
-            let body = json!({ "count": count, "timeout_s": wait.as_secs() });
+        Command::BarrierWait(BarrierWait { key, count, wait }) => {
+            let body = json!({ "count": count, "timeout_s": seconds(wait) });
             Ask::post(&route(op, key, "/wait"), &body)
         }
-        Request::Signal { channel, payload } => {
+        Command::Signal(Signal { channel, payload }) => {
             Ask::post(&route(op, channel, ""), &json!({ "payload": text(payload) }))
         }
-        Request::Listen { pattern, group } => {
-            let what = format!("pattern={}&group={}", escape(pattern), escape(group));
-            let path = format!("/v1/signals?{what}");
-            return Deed::Begin(Op::Listen, what, path);
+        Command::Subscribe(Subscribe { to }) => {
+            let (op, what, path) = stream(to);
+            return Deed::Begin(op, what, path);
         }
-        Request::Unlisten { pattern, group } => {
-            let what = format!("pattern={}&group={}", escape(pattern), escape(group));
-            return Deed::End(Op::Listen, what);
+        Command::Unsubscribe(Unsubscribe { from }) => {
+            let (op, what, _) = stream(from);
+            return Deed::End(op, what);
         }
-        Request::Watch { pattern } => {
-            let path = format!("/v1/watch?pattern={}", escape(pattern));
-            return Deed::Begin(Op::Watch, escape(pattern), path);
-        }
-        Request::Unwatch { pattern } => return Deed::End(Op::Watch, escape(pattern)),
-        Request::Observe { key } => {
-            return Deed::Begin(Op::Observe, escape(key), route(op, key, "/events"));
-        }
-        Request::Unobserve { key } => return Deed::End(Op::Observe, escape(key)),
-        Request::ForceRelease { key, token, space, fence, reason } => {
-            let space = match space {
-                Space::Locks => "lock",
-                Space::Semaphores => "sem",
-            };
-            let body = json!({ "space": space, "fence": fence.to_string(), "reason": reason });
-            Ask::post(&route(op, key, "/force-release"), &body).admin(text(token))
-        }
-        _ => unreachable!("sections with {op:?} are not played"),
+        command => unreachable!("sections with {} are not played", command.name()),
     };
     Deed::Ask(ask)
+}
+
+/// How a stream begins, what it is called, and where it is.
+fn stream(subscription: Subscription<'_>) -> (Op, String, String) {
+    match subscription {
+        Subscription::Signals { pattern, group } => {
+            let what = format!("pattern={}&group={}", escape(pattern), escape(group));
+            let path = format!("/v1/signals?{what}");
+            (Op::Listen, what, path)
+        }
+        Subscription::Changes { pattern, .. } => {
+            let path = format!("/v1/watch?pattern={}", escape(pattern));
+            (Op::Watch, escape(pattern), path)
+        }
+        Subscription::Leaders { key } => {
+            (Op::Observe, escape(key), route(Op::Observe, key, "/events"))
+        }
+    }
 }
 
 /// The route of a key: the name of the command says under which name it is used.
@@ -398,10 +423,14 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 /// A lease or time to live, if one is asked for.
-fn lasts(body: &mut Value, name: &str, time: Option<Duration>) {
+fn lasts(body: &mut Value, name: &str, time: Option<Span>) {
     if let Some(time) = time {
-        body[name] = time.as_secs().into();
+        body[name] = seconds(time).into();
     }
+}
+
+fn seconds(span: Span) -> u64 {
+    Duration::from(span).as_secs()
 }
 
 fn limited(body: &mut Value, mode: Mode) {
@@ -430,13 +459,15 @@ fn line_of(op: Op, reply: &Reply) -> Vec<u8> {
     let body = reply.json();
     let number = |name: &str| body[name].as_i64().unwrap_or_else(|| panic!("no {name}: {body}"));
     let items = || serde_json::to_vec(&body["items"]).expect("it was JSON");
+    let granted = |yes, no, none| outcome_line(op, &told(&body, yes, no).unwrap_or(none));
     let response = match op {
-        Op::L | Op::Sl | Op::Rl | Op::Wl | Op::Elect => granted(op, told(&body, "ok", "timeout")),
-        Op::W | Op::Sw | Op::Rw | Op::Ww => granted(op, told(&body, "ok", "timeout")),
-        Op::E | Op::Se | Op::Re | Op::We => granted(op, told(&body, "acquired", "queued")),
+        Op::L | Op::Sl | Op::Rl | Op::Wl | Op::Elect | Op::W | Op::Sw | Op::Rw | Op::Ww => {
+            return granted("ok", "timeout", Outcome::Timeout);
+        }
+        Op::E | Op::Se | Op::Re | Op::We => return granted("acquired", "queued", Outcome::Queued),
         Op::N | Op::Sn | Op::Rn | Op::Wn => {
-            let (remaining, fence) = (millis_of(&body, "remaining_ms"), fence_of(&body));
-            renewed(op, remaining, fence)
+            let (lease, fence) = (millis_of(&body, "remaining_ms"), fence_of(&body));
+            return outcome_line(op, &Outcome::Renewed { fence, lease });
         }
         Op::Incr | Op::Decr | Op::Get => {
             assert_eq!(body["value_s"], number("value").to_string(), "{body}");
@@ -464,30 +495,30 @@ fn line_of(op: Op, reply: &Reply) -> Vec<u8> {
 }
 
 /// What a grant says; none if there is none.
-fn told(body: &Value, yes: &str, no: &str) -> Option<Told> {
+fn told(body: &Value, yes: &str, no: &str) -> Option<Outcome> {
     let status = body["status"].as_str().expect("a status");
     if status == no {
         assert_eq!(body.as_object().map(serde_json::Map::len), Some(1), "{body}");
         return None;
     }
     assert_eq!(status, yes, "{body}");
-    let token = body["token"].as_str().and_then(|token| TokenText::from_bytes(token.as_bytes()));
+    let token = body["token"].as_str().and_then(|token| Token::parse(token.as_bytes()));
     let token = token.unwrap_or_else(|| panic!("no token: {body}"));
-    assert_eq!(token.fence(), fence_of(body), "R5: the token begins with the fence");
-    Some(Told { token, lease: millis_of(body, "lease_ttl_ms"), fence: fence_of(body) })
+    assert_eq!(token.fence, fence_of(body), "R5: the token begins with the fence");
+    Some(Outcome::Granted(Grant { token, lease: millis_of(body, "lease_ttl_ms") }))
 }
 
 /// A time, which is also there in seconds.
-fn millis_of(body: &Value, name: &str) -> Duration {
-    let time = body[name].as_u64().map(Duration::from_millis);
+fn millis_of(body: &Value, name: &str) -> Span {
+    let time = body[name].as_u64().map(Span::from_millis);
     let time = time.unwrap_or_else(|| panic!("no {name}: {body}"));
-    assert_eq!(body[name.replace("_ms", "_s")], time.as_secs(), "{body}");
+    assert_eq!(body[name.replace("_ms", "_s")], seconds(time), "{body}");
     time
 }
 
-fn fence_of(body: &Value) -> u64 {
+fn fence_of(body: &Value) -> Fence {
     let fence = body["fence"].as_str().and_then(|fence| fence.parse().ok());
-    fence.unwrap_or_else(|| panic!("no fence: {body}"))
+    Fence(fence.unwrap_or_else(|| panic!("no fence: {body}")))
 }
 
 /// The status word of a refusal. Those of the line protocol have the same names.

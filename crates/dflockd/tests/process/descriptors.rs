@@ -2,10 +2,12 @@
 //! causes many of them neither fills a disk nor hides what operators do.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use dflockd_testkit::http::{Ask, Reply, Wire};
+use dflockd_testkit::ports::connect_from;
 use dflockd_testkit::process::{Reaper, limited};
 use dflockd_testkit::{
     A_WHILE, Client, Dir, Heard, LIMIT, Server, command, eventually, fence, free_address, millis,
@@ -30,32 +32,9 @@ fn open_files(server: &Server) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", server.pid())).unwrap().count()
 }
 
-/// Connects from an address of the loopback network.
-fn connect_from(last: u8, port: u16) -> TcpStream {
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    let source = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::new(127, 0, 0, last), 0));
-    socket.bind(&source.into()).unwrap();
-    socket.connect(&SocketAddr::from((Ipv4Addr::LOCALHOST, port)).into()).unwrap();
-    socket.into()
-}
-
-fn get(port: u16, path: &str) -> String {
-    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
-    socket.set_read_timeout(Some(LIMIT)).unwrap();
-    let request = format!(
-        "GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\
-         Connection: close\r\n\r\n"
-    );
-    socket.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    socket.read_to_string(&mut answer).unwrap();
-    answer
-}
-
-/// The value of a metric without labels, or with these.
-fn metric(page: &str, name: &str) -> u64 {
-    let line = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("no {name}")).trim().parse().unwrap()
+fn get(port: u16, path: &str) -> Reply {
+    let ask = Ask::get(path).header("Authorization", &format!("Bearer {TOKEN}"));
+    Wire::open((Ipv4Addr::LOCALHOST, port).into(), None).ask(&ask)
 }
 
 const TOKEN: &str = "the-token-of-the-clients";
@@ -71,31 +50,31 @@ fn strangers_at_one_api_leave_room_at_the_others() {
     server.wait_for_output("listening for gRPC");
     let mut strangers = Vec::new();
     for number in 0..400_u32 {
-        let mut socket = connect_from(2 + u8::try_from(number % 8).unwrap(), grpc);
+        let address = (Ipv4Addr::LOCALHOST, grpc).into();
+        let mut socket = connect_from(2 + u8::try_from(number % 8).unwrap(), address);
         // The server may have closed it already.
         let _ = socket.write_all(PREFACE).and_then(|()| socket.write_all(&SETTINGS));
         strangers.push(socket);
     }
     server.wait_for_output("gRPC connection cap reached");
     for _ in 0..20 {
-        let mut client = server.connect();
-        client.check("auth", "_", TOKEN, "ok");
+        let mut client = server.login(TOKEN);
         client.lock("k", "5");
     }
-    assert!(get(http, "/health").starts_with("HTTP/1.1 200"));
+    assert_eq!(get(http, "/health").status, 200);
     let page = eventually("refusals are counted", || {
         let page = get(http, "/metrics");
-        (metric(&page, "dflockd_connections_refused_total{door=\"grpc\"}") >= 200).then_some(page)
+        let refused = page.metric("dflockd_connections_refused_total{api=\"grpc\"}");
+        (refused >= 200.0).then_some(page)
     });
-    let max = metric(&page, "dflockd_connections_max{door=\"grpc\"}");
-    assert!(metric(&page, "dflockd_open_connections{door=\"grpc\"}") <= max, "{page}");
+    let max = page.metric("dflockd_connections_max{api=\"grpc\"}");
+    assert!(page.metric("dflockd_open_connections{api=\"grpc\"}") <= max, "{page:?}");
     assert!(open_files(&server) < 300);
     assert!(!server.output().contains("accept failed"));
     // All places come back.
     drop(strangers);
     eventually("the strangers are gone", || {
-        let page = get(http, "/metrics");
-        (metric(&page, "dflockd_open_connections{door=\"grpc\"}") == 0).then_some(())
+        get(http, "/metrics").metric("dflockd_open_connections{api=\"grpc\"}") == 0.0
     });
     assert!(server.is_running());
 }
@@ -197,7 +176,7 @@ fn a_durable_server_outlives_exhausted_descriptors() {
     for number in stored..stored + 300 {
         eventually("it goes on", || {
             set(&mut client, number);
-            (client.line() == "ok").then_some(())
+            client.line() == "ok"
         });
     }
     assert!(server.is_running(), "{}", server.output());

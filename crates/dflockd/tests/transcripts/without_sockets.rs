@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use dflockd::Service;
 use dflockd::config::{Config, Parsed};
-use dflockd::frontend::line::connection::{Connection, Inbox, Message};
-use dflockd_core::{Outcome, Push, RequestId, Span};
-use dflockd_engine::{Clock, PendingFlushes, Pushed, Sink};
+use dflockd::frontend::line::connection::{Connection, Inbox};
+use dflockd_core::Span;
+use dflockd_engine::{Clock, PendingFlushes};
 use parking_lot::Mutex;
 
 use dflockd_testkit::script::{Received, Server};
@@ -56,8 +56,8 @@ impl InProcess {
 impl Server for InProcess {
     fn open(&mut self, conn: &str) {
         let peer = Arc::new(Peer::default());
-        let sink: Arc<dyn Sink> = Arc::<Peer>::clone(&peer);
-        let me = self.service.engine.open(sink, conn.into());
+        let served = Arc::clone(&peer);
+        let me = self.service.engine.open(peer.inbox.sink(move |_| served.flush()), conn.into());
         let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&peer.inbox));
         *peer.talk.lock() = Some(Connection::new(service, inbox, me, conn.into()));
         self.service.connections.fetch_add(1, Ordering::Relaxed);
@@ -197,24 +197,6 @@ impl Peer {
         connection.end(&mut flushes);
         flushes.run();
         service.connections.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-impl Sink for Peer {
-    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
-        self.inbox.put(Message::Reply(request, outcome))
-    }
-
-    fn push(&self, push: Push) -> Pushed {
-        self.inbox.put(Message::Push(push))
-    }
-
-    fn overflow(&self) {
-        self.inbox.overflow();
-    }
-
-    fn close(&self) {
-        self.inbox.close();
     }
 
     fn flush(&self) {

@@ -16,12 +16,10 @@ use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
 use super::gate::TOO_MANY;
-use super::locks::done;
-use super::session_calls::Told;
-use super::{App, Peer, Services, budget, fields, fitting, open};
+use super::session_calls::ResponseStream;
+use super::{App, Peer, Services, budget, done, fields, fitting, open};
 use crate::audit::{AuditEvent, By, Record};
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind};
-use crate::metrics::api_name;
 use crate::operate;
 
 /// Records that may wait for their reader; what comes behind them is kept elsewhere.
@@ -62,7 +60,7 @@ impl Admin for Services {
             let sessions = infos.into_iter().map(|info| SessionView {
                 number: info.id.0,
                 client: info.label.map(|label| label.as_ref().to_owned()).unwrap_or_default(),
-                door: info.api.map_or("", api_name).to_owned(),
+                api: info.api.map_or("", Api::name).to_owned(),
                 holds: info.view.holds as u64,
                 waits: info.view.waits as u64,
                 subscriptions: info.view.subscriptions as u64,
@@ -97,7 +95,7 @@ impl Admin for Services {
         Ok(Response::new(EndSessionResponse {}))
     }
 
-    type AuditStream = Told<AuditRecord>;
+    type AuditStream = ResponseStream<AuditRecord>;
 
     async fn audit(
         &self,
@@ -158,7 +156,7 @@ fn told(record: &Record) -> AuditRecord {
     let mut told = AuditRecord {
         number: record.number,
         unix_ms: record.unix_ms,
-        door: record.via.name().to_owned(),
+        api: record.via.name().to_owned(),
         peer: record.peer.as_ref().to_owned(),
         what: record.event.name().to_owned(),
         reason: record.reason.clone(),

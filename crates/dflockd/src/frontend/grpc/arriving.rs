@@ -15,6 +15,7 @@ use tonic::{Code, Status};
 
 use super::MESSAGE_BYTES_MAX;
 use crate::frontend::budget::{Budget, Reserved};
+use crate::frontend::giveback::PolledFrame;
 
 /// Before each message: whether it is compressed, and its length.
 const HEAD: usize = 5;
@@ -94,7 +95,7 @@ impl Arriving {
     }
 
     /// Waits, but not for ever.
-    fn wait(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn wait(&mut self, cx: &mut Context<'_>) -> PolledFrame<Status> {
         let Some(since) = self.since else { return Poll::Pending };
         let until = since + self.limit;
         let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
@@ -110,10 +111,7 @@ impl HttpBody for Arriving {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<Status> {
         let this = &mut *self;
         if this.has_ended {
             return Poll::Ready(None);
@@ -192,10 +190,7 @@ mod tests {
         type Data = Bytes;
         type Error = Status;
 
-        fn poll_frame(
-            mut self: Pin<&mut Self>,
-            cx: &mut Context<'_>,
-        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<Status> {
             self.0.poll_recv(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes))))
         }
     }

@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::session_calls::Told;
+use super::session_calls::ResponseStream;
 use super::{App, Peer, Services, fields, open};
 use crate::audit::{By, run_detached};
 use crate::operate::{self, AdminAction, Done, Settings};
@@ -172,7 +172,7 @@ impl Cluster for Services {
         self.0.change(peer, AdminAction::Ask(AdminRequest::Drain { on: !undo }), &reason).await
     }
 
-    type HealthStream = Told<HealthResponse>;
+    type HealthStream = ResponseStream<HealthResponse>;
 
     async fn health(
         &self,

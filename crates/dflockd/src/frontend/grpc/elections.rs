@@ -7,13 +7,12 @@
 use std::sync::Arc;
 
 use dflockd_core::{
-    Command, Expect, Fence, KeyView, LeaderEvent, LockView, Mode, Outcome, Push, Query, Space,
-    Subscription, command,
+    Command, Expect, Fence, KeyView, LockView, Outcome, Push, Query, Space, Subscription, command,
 };
 use dflockd_engine::Api;
 use dflockd_wire::grpc::elections_server::Elections;
 use dflockd_wire::grpc::{
-    CampaignRequest, CampaignResponse, Leader, LeaderEvent as Told, ObserveRequest,
+    CampaignRequest, CampaignResponse, Head, Leader, LeaderEvent as Told, ObserveRequest,
     ObserveResponse, ProclaimRequest, ProclaimResponse, Reason, ResignRequest, ResignResponse,
 };
 use tokio::sync::mpsc;
@@ -21,12 +20,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::respond;
-use super::locks::{done, granted, renewed};
-use super::session_calls::Told as Stream;
-use super::sessions::Headed;
-use super::views::Names;
-use super::{App, Peer, Services, budget, fields, open};
+use super::session_calls::ResponseStream;
+use super::views::{Names, millis};
+use super::{App, Peer, Services, budget, done, fields, open};
 use crate::frontend::caller::Caller;
 use crate::frontend::feed::Follower;
 
@@ -39,29 +35,13 @@ const TRIES_MAX: usize = 16;
 /// News that may wait for their reader.
 const NEWS_MAX: usize = 16;
 
-impl Headed for ProclaimRequest {
-    fn head(&self) -> (&str, u64, u64) {
-        (&self.session, 0, 0)
-    }
-}
-
 #[tonic::async_trait]
 impl Elections for Services {
     async fn campaign(
         &self,
         request: Request<CampaignRequest>,
     ) -> Result<Response<CampaignResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let key = fields::key(&request.key)?;
-        let wait = fields::millis(request.wait_ms)?;
-        let client = self.0.member(peer, &request).await?;
-        let lease = Some(client.lease(request.lease_ms)?);
-        let (mode, salt) = (Mode::Election, rand::random());
-        let told = client
-            .execute(Command::Acquire(command::Acquire { key, mode, wait, lease, salt }))
-            .await?;
-        let grant = granted(&told)?;
-        Ok(respond(told, CampaignResponse { grant }))
+        self.execute(request).await
     }
 
     async fn proclaim(
@@ -70,15 +50,18 @@ impl Elections for Services {
     ) -> Result<Response<ProclaimResponse>, Status> {
         let (peer, request) = open(request)?;
         let (key, value) = (fields::key(&request.key)?, fields::value(&request.value)?);
-        let token = fields::token(&request.token)?;
-        let client = self.0.member(peer, &request).await?;
-        let lease = Some(client.lease(request.lease_ms)?);
+        let (token, lease) = (fields::token(&request.token)?, fields::lasting(request.lease_ms)?);
+        let head = Head { session: &request.session, ..Head::default() };
+        let client = self.0.member(peer, head).await?;
+        let mut renew = command::Renew { key, space: Space::Locks, token, lease }.into();
+        client.set_lease(&mut renew)?;
         // That this succeeds shows that it leads.
-        let space = Space::Locks;
-        let told =
-            client.execute(Command::Renew(command::Renew { key, space, token, lease })).await?;
-        let (fence, valid_for_ms) = renewed(&told)?;
+        let told = client.execute(renew).await?;
+        let &Outcome::Renewed { fence, lease } = told.outcome() else {
+            return Err(Refused::by(told.outcome()).into());
+        };
         self.0.set_value(key, token.fence, value).await?;
+        let (fence, valid_for_ms) = (fence.0, millis(lease));
         Ok(Response::new(ProclaimResponse { fence, valid_for_ms }))
     }
 
@@ -86,20 +69,13 @@ impl Elections for Services {
         &self,
         request: Request<ResignRequest>,
     ) -> Result<Response<ResignResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let key = fields::key(&request.key)?;
-        let token = fields::token(&request.token)?;
-        let client = self.0.client(peer, &request).await?;
-        let (space, resign) = (Space::Locks, true);
-        let told = client
-            .execute(Command::Release(command::Release { key, space, token, resign }))
-            .await?;
-        done(told.outcome())?;
-        self.0.forget_value(key, token.fence).await;
-        Ok(Response::new(ResignResponse {}))
+        let (key, token) = (request.get_ref().key.clone(), fields::token(&request.get_ref().token));
+        let response = self.execute(request).await?;
+        self.0.forget_value(&key, token?.fence).await;
+        Ok(response)
     }
 
-    type ObserveStream = Stream<ObserveResponse>;
+    type ObserveStream = ResponseStream<ObserveResponse>;
 
     async fn observe(
         &self,
@@ -151,11 +127,7 @@ async fn observe(
         let event = tokio::select! {
             biased;
             push = caller.pushed() => match push {
-                Some(Push::Leader { event, .. }) => match event {
-                    LeaderEvent::Elected => Told::Elected,
-                    LeaderEvent::Resigned => Told::Resigned,
-                    LeaderEvent::Failover => Told::Failover,
-                },
+                Some(Push::Leader { event, .. }) => Told::from(event),
                 Some(Push::Signal { .. } | Push::Change(_) | Push::Lost { .. }) => continue,
                 None => {
                     app.service.metrics.slow_reader(Api::Grpc);
@@ -192,7 +164,7 @@ impl App {
     /// Who leads, and what it proclaimed.
     async fn leader(self: &Arc<Self>, key: &[u8]) -> Result<Option<Leader>, Refused> {
         let (app, asked) = (Arc::clone(self), key.to_vec());
-        let found = self.look(move || {
+        let found = self.inspect(move || {
             let engine = &*app.service.engine;
             let views = engine.inspect(&asked, 1)?;
             let is_election = |view: &&LockView| view.space == Space::Locks;

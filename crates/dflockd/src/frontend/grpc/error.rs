@@ -8,7 +8,7 @@ use dflockd_wire::grpc::{ErrorInfo, Reason};
 use prost::Message;
 use tonic::{Code, Status};
 
-use crate::frontend::caller::Gone;
+use crate::frontend::caller::SessionEnded;
 
 /// When one that came too often may: rates are per second.
 const RATE_RETRY_MS: u64 = 1000;
@@ -69,10 +69,6 @@ impl Refused {
 
     pub(crate) fn session_gone() -> Self {
         Self::new(Code::NotFound, Reason::SessionGone, "there is no such session")
-    }
-
-    pub(crate) fn not_held() -> Self {
-        Self::by_core(Refusal::NotHeld)
     }
 
     pub(crate) fn not_found(message: &'static str) -> Self {
@@ -158,8 +154,8 @@ impl Refused {
     }
 }
 
-impl From<Gone> for Refused {
-    fn from(_: Gone) -> Self {
+impl From<SessionEnded> for Refused {
+    fn from(_: SessionEnded) -> Self {
         Self::session_gone().perhaps()
     }
 }

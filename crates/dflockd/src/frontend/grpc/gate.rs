@@ -22,13 +22,13 @@ use tower::Service;
 
 use super::arriving::Arriving;
 use super::error::Refused;
-use super::sessions::Told;
+use super::sessions::Executed;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
 use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
-use crate::frontend::giveback::{Gift, Giving};
+use crate::frontend::giveback::{Gift, Giving, PolledFrame};
 use crate::metrics::{GrpcMethod, Streams};
 
 /// What who guesses tokens is told.
@@ -44,7 +44,7 @@ const AUDIT: &str = "/dflockd.v1.Admin/Audit";
 
 /// The services behind the gate.
 #[derive(Clone)]
-pub(super) struct Gated {
+pub(super) struct CallService {
     app: Arc<App>,
     routes: Routes,
 }
@@ -62,9 +62,9 @@ pub(super) fn hold<T: Message>(mut room: Reserved, message: T) -> Response<T> {
 }
 
 /// Tells what a command came to.
-pub(super) fn respond<T>(told: Told, message: T) -> Response<T> {
+pub(super) fn respond<T>(told: Executed, message: T) -> Response<T> {
     let mut response = Response::new(message);
-    if let Told::Answer(answer) = told
+    if let Executed::Answer(answer) = told
         && answer.gives()
     {
         response.extensions_mut().insert(Gift::new(answer));
@@ -72,14 +72,14 @@ pub(super) fn respond<T>(told: Told, message: T) -> Response<T> {
     response
 }
 
-impl Gated {
+impl CallService {
     /// Puts the gate around the services.
     pub(super) fn new(app: &Arc<App>, routes: Routes) -> Self {
         Self { app: Arc::clone(app), routes }
     }
 }
 
-impl Service<Request<Body>> for Gated {
+impl Service<Request<Body>> for CallService {
     type Response = HttpResponse<GivingBody>;
     type Error = Infallible;
     type Future = Passing;
@@ -127,7 +127,7 @@ impl Service<Request<Body>> for Gated {
     }
 }
 
-impl Gated {
+impl CallService {
     /// Lets the services see whole messages only.
     fn arriving(
         &self,
@@ -170,7 +170,7 @@ struct Call {
 
 impl Call {
     /// Notes how it ended, if these headers tell.
-    fn look(&mut self, headers: &HeaderMap) {
+    fn note_status(&mut self, headers: &HeaderMap) {
         if let Some(code) = code_of(headers) {
             self.code = code;
         }
@@ -329,7 +329,7 @@ impl Passing {
         // Only a stream lasts longer than it takes to read it.
         let pass = self.pass.take().filter(|_| drained.is_some());
         if let Some(call) = &mut call {
-            call.look(response.headers());
+            call.note_status(response.headers());
         }
         let held = response.extensions_mut().remove::<Held>();
         let room = held.map(|held| std::mem::take(&mut *held.0.lock()));
@@ -398,11 +398,11 @@ impl GivingBody {
     }
 
     /// Looks at what goes to the client. Whether a stream ends because the server does, and does not say so.
-    fn look(&mut self, frame: &Frame<Bytes>) -> bool {
+    fn note_end(&mut self, frame: &Frame<Bytes>) -> bool {
         let (Some(call), Some(trailers)) = (&mut self.call, frame.trailers_ref()) else {
             return false;
         };
-        call.look(trailers);
+        call.note_status(trailers);
         let is_mute = match call.method.streams {
             Streams::No | Streams::Yes => false,
             Streams::Health | Streams::Reflection => true,
@@ -415,10 +415,7 @@ impl HttpBody for GivingBody {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<Status> {
         let this = &mut *self;
         // Not even what was to be told before: whoever has the token now may not see it.
         if this.pass.as_mut().is_some_and(|pass| pass.is_revoked(cx)) {
@@ -433,7 +430,7 @@ impl HttpBody for GivingBody {
         }
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Ready(Some(Ok(frame))) => {
-                let is_mute_end = this.look(&frame);
+                let is_mute_end = this.note_end(&frame);
                 let frame = if is_mute_end { this.end(Refused::draining()) } else { frame };
                 let frame = match frame.into_data() {
                     Ok(bytes) => this.piece(bytes),
@@ -468,10 +465,7 @@ impl HttpBody for UntilDrained {
     type Data = Bytes;
     type Error = Status;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<Status> {
         let this = &mut *self;
         match Pin::new(&mut this.body).poll_frame(cx) {
             Poll::Pending if this.drained.as_mut().poll(cx).is_ready() => Poll::Ready(None),

@@ -20,7 +20,7 @@ use tokio_rustls::TlsAcceptor;
 use tonic::body::Body;
 use tower::Service as _;
 
-use super::gate::{Gated, GivingBody, Passing};
+use super::gate::{CallService, GivingBody, Passing};
 use super::usage::{Patience, Usage};
 use super::{App, routes};
 use crate::config::Config;
@@ -50,7 +50,7 @@ const LAST_MOMENT: Duration = Duration::from_secs(10);
 /// What serves connections.
 struct Server {
     app: Arc<App>,
-    gated: Gated,
+    gated: CallService,
     protocol: http2::Builder<TokioExecutor>,
     patience: Patience,
 }
@@ -70,7 +70,7 @@ pub(crate) fn listen(
     let idle = Some(config.grpc_idle_timeout).filter(|idle| !idle.is_zero());
     let server = Arc::new(Server {
         app: Arc::clone(app),
-        gated: Gated::new(app, routes(app)?.prepare()),
+        gated: CallService::new(app, routes(app)?.prepare()),
         protocol: protocol(),
         patience: Patience { idle, stranger: config.read_timeout },
     });
@@ -142,7 +142,7 @@ impl Server {
 
 /// Where the calls of one connection go.
 struct Entry {
-    gated: Gated,
+    gated: CallService,
     origin: Origin,
     usage: Usage,
     budget: Arc<Budget>,

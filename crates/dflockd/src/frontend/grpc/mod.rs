@@ -23,10 +23,10 @@ mod watch;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_core::Span;
+use dflockd_core::{Outcome, Span};
 use dflockd_engine::Api;
 use dflockd_wire::grpc::{
-    self as proto, admin_server::AdminServer, barriers_server::BarriersServer,
+    self as proto, CommandMessage, admin_server::AdminServer, barriers_server::BarriersServer,
     cluster_server::ClusterServer, counters_server::CountersServer,
     elections_server::ElectionsServer, kv_server::KvServer, lists_server::ListsServer,
     locks_server::LocksServer, sessions_server::SessionsServer, signals_server::SignalsServer,
@@ -127,9 +127,36 @@ fn budget<T>(request: &Request<T>) -> Result<Arc<Budget>, Refused> {
     budget.ok_or_else(Refused::internal)
 }
 
+impl Services {
+    /// Does what a message asks for.
+    async fn execute<M: CommandMessage>(
+        &self,
+        request: Request<M>,
+    ) -> Result<Response<M::Response>, Status> {
+        let (peer, message) = open(request)?;
+        let mut command = message.command().map_err(Refused::from)?;
+        let client = if M::NEEDS_SESSION {
+            self.0.member(peer, message.head()).await?
+        } else {
+            self.0.client(peer, message.head()).await?
+        };
+        client.set_lease(&mut command)?;
+        let told = client.execute(command).await?;
+        match message.response(told.outcome()) {
+            Some(response) => Ok(gate::respond(told, response)),
+            None => Err(Refused::by(told.outcome()).into()),
+        }
+    }
+}
+
+/// The answer to what can only succeed.
+fn done(outcome: &Outcome) -> Result<(), Refused> {
+    if *outcome == Outcome::Done { Ok(()) } else { Err(Refused::by(outcome)) }
+}
+
 impl App {
     /// Looks at the state on a thread that may be busy: few at a time. None: nobody can say.
-    async fn look<T: Send + 'static>(
+    async fn inspect<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Option<T> + Send + 'static,
     ) -> Result<T, Refused> {
@@ -143,8 +170,8 @@ impl App {
         budget: &Budget,
         work: impl FnOnce() -> Option<T> + Send + 'static,
     ) -> Result<Response<T>, Refused> {
-        let (_turn, room) = budget.look(ANSWER_BYTES_MAX).await;
-        let message = self.look(work).await?;
+        let (_turn, room) = budget.inspection(ANSWER_BYTES_MAX).await;
+        let message = self.inspect(work).await?;
         Ok(gate::hold(room, message))
     }
 }

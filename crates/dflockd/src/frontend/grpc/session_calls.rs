@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use dflockd_core::{Command, LostReason, Outcome, Push, Refusal, command};
+use dflockd_core::{Command, Outcome, Push, Refusal, command};
 use dflockd_wire::grpc::sessions_server::Sessions as Service;
 use dflockd_wire::grpc::{
     AttachRequest, AttachResponse, CancelRequest, CancelResponse, CloseRequest, CloseResponse,
@@ -27,7 +27,7 @@ const METADATA_VALUE_BYTES_MAX: usize = 256;
 const ANSWERS_MAX: usize = 16;
 
 /// What a stream tells its client.
-pub(super) type Told<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+pub(super) type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Service for Services {
@@ -64,7 +64,7 @@ impl Service for Services {
         Ok(Response::new(response))
     }
 
-    type KeepAliveStreamStream = Told<KeepAliveResponse>;
+    type KeepAliveStreamStream = ResponseStream<KeepAliveResponse>;
 
     async fn keep_alive_stream(
         &self,
@@ -205,11 +205,7 @@ async fn renew(session: &Session, ack_through: u64) -> Result<KeepAliveResponse,
 fn lost(pushes: Vec<Push>) -> Vec<LostLock> {
     let lost = pushes.into_iter().filter_map(|push| match push {
         Push::Lost { key, fence, reason } => {
-            let reason = match reason {
-                LostReason::Expired => Lost::Expired,
-                LostReason::Forced => Lost::Forced,
-                LostReason::Session => Lost::Session,
-            };
+            let reason = Lost::from(reason);
             Some(LostLock { key: key.to_vec().into(), fence: fence.0, reason: reason.into() })
         }
         // A leader is told of its successor; observers are who should know.

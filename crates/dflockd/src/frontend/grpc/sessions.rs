@@ -9,12 +9,13 @@ use std::time::Duration;
 
 use dflockd_core::{Command, Outcome, RequestId, SessionId, Span, command};
 use dflockd_engine::Api;
+use dflockd_wire::grpc::Head;
 use tonic::Status;
 
 use super::error::Refused;
 use super::{App, Peer, fields};
 use crate::config::Config;
-use crate::frontend::caller::{Answer, Caller, Gone};
+use crate::frontend::caller::{Answer, Caller, SessionEnded};
 use crate::frontend::caps::{Caps, Total};
 use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
 use crate::service::Service;
@@ -35,14 +36,14 @@ pub(crate) struct Details {
     metadata: BTreeMap<String, String>,
 }
 
-/// Who makes a call, and how.
+/// Asker makes a call, and how.
 pub(crate) struct Client {
     app: Arc<App>,
-    who: Who,
+    asker: Asker,
     request: Option<RequestId>,
 }
 
-enum Who {
+enum Asker {
     Session {
         session: Arc<Session>,
         _busy: Busy,
@@ -52,33 +53,11 @@ enum Who {
 }
 
 /// What a command came to.
-pub(crate) enum Told {
+pub(crate) enum Executed {
     /// Given back if it does not reach the client.
     Answer(Answer),
     /// The client comes back for it if it does not arrive.
     Kept(Outcome),
-}
-
-/// The fields that calls about sessions have in common.
-pub(crate) trait Headed {
-    /// The session, the number of the request, and up to where answers arrived.
-    fn head(&self) -> (&str, u64, u64);
-}
-
-macro_rules! headed {
-    ($($request:ident)*) => {
-        $(impl Headed for dflockd_wire::grpc::$request {
-            fn head(&self) -> (&str, u64, u64) {
-                (&self.session, self.request_id, self.ack_through)
-            }
-        })*
-    };
-}
-
-headed! {
-    AcquireRequest TryAcquireRequest ReleaseRequest RenewRequest EnqueueRequest WaitRequest CampaignRequest
-    ResignRequest AddCounterRequest SetCounterRequest SetRequest DeleteRequest CompareAndSetRequest PushRequest
-    PopRequest BarrierWaitRequest PublishRequest
 }
 
 /// A store without sessions.
@@ -156,37 +135,39 @@ impl App {
         self.common.get()
     }
 
-    /// Who makes a call that can do without a session.
+    /// Asker makes a call that can do without a session.
     pub(crate) async fn client(
         self: &Arc<Self>,
         peer: Peer,
-        request: &impl Headed,
+        head: Head<'_>,
     ) -> Result<Client, Refused> {
-        let (session, number, ack_through) = request.head();
-        if !session.is_empty() {
-            return self.member(peer, request).await;
+        if !head.session.is_empty() {
+            return self.member(peer, head).await;
         }
-        if number != 0 || ack_through != 0 {
+        if head != Head::default() {
             return Err(Refused::bad_request("a request id needs a session"));
         }
-        Ok(Client { app: Arc::clone(self), who: Who::Common(self.common()), request: None })
+        Ok(Client { app: Arc::clone(self), asker: Asker::Common(self.common()), request: None })
     }
 
-    /// Who makes a call that needs a session.
+    /// Asker makes a call that needs a session.
     pub(crate) async fn member(
         self: &Arc<Self>,
         peer: Peer,
-        request: &impl Headed,
+        head: Head<'_>,
     ) -> Result<Client, Refused> {
-        let (session, number, ack_through) = request.head();
-        let request = fields::request(number)?;
-        let ack_through = fields::request(ack_through)?;
-        let (_, session) = self.session(session, peer).await?;
+        let request = fields::request(head.request_id)?;
+        let ack_through = fields::request(head.ack_through)?;
+        let (_, session) = self.session(head.session, peer).await?;
         let busy = session.begin();
         if let Some(up_to) = ack_through {
             session.caller.call(Command::Acknowledge(command::Acknowledge { up_to })).await?;
         }
-        Ok(Client { app: Arc::clone(self), who: Who::Session { session, _busy: busy }, request })
+        Ok(Client {
+            app: Arc::clone(self),
+            asker: Asker::Session { session, _busy: busy },
+            request,
+        })
     }
 }
 
@@ -205,33 +186,35 @@ impl Session {
 }
 
 impl Client {
-    /// The lease that is asked for: 0 is that of the session.
-    pub(crate) fn lease(&self, lease_ms: u64) -> Result<Span, Refused> {
-        match (&self.who, fields::lasting(lease_ms)?) {
-            (_, Some(lease)) => Ok(lease),
-            (Who::Session { session, .. }, None) => Ok(session.details.ttl),
-            (Who::Common(_), None) => Err(Refused::bad_request("a lease or a session is required")),
+    /// Asks for the lease of the session where the command names none.
+    pub(crate) fn set_lease(&self, command: &mut Command<'_>) -> Result<(), Refused> {
+        if command.lease() == Some(None) {
+            let Asker::Session { session, .. } = &self.asker else {
+                return Err(Refused::bad_request("a lease or a session is required"));
+            };
+            command.set_default_lease(session.details.ttl);
         }
+        Ok(())
     }
 
     /// Executes a command. Ends early if the server does.
-    pub(crate) async fn execute(&self, command: Command<'_>) -> Result<Told, Refused> {
-        let caller = match &self.who {
-            Who::Session { session, .. } => &session.caller,
-            Who::Common(caller) => caller,
+    pub(crate) async fn execute(&self, command: Command<'_>) -> Result<Executed, Refused> {
+        let caller = match &self.asker {
+            Asker::Session { session, .. } => &session.caller,
+            Asker::Common(caller) => caller,
         };
         let executed = async {
             Ok(match self.request {
-                Some(request) => Told::Kept(caller.call_once(request, command).await?),
-                None => Told::Answer(caller.call(command).await?),
+                Some(request) => Executed::Kept(caller.call_once(request, command).await?),
+                None => Executed::Answer(caller.call(command).await?),
             })
         };
         tokio::select! {
             biased;
-            told = executed => told.map_err(|gone: Gone| match &self.who {
-                Who::Session { .. } => Refused::from(gone),
+            told = executed => told.map_err(|gone: SessionEnded| match &self.asker {
+                Asker::Session { .. } => Refused::from(gone),
                 // That the common session is gone says nothing about the client.
-                Who::Common(_) => Refused::unknown(),
+                Asker::Common(_) => Refused::unknown(),
             }),
             // What can be repeated stays, and may come to something yet.
             () = self.app.drained() => Err(match self.request {
@@ -242,7 +225,7 @@ impl Client {
     }
 }
 
-impl Told {
+impl Executed {
     pub(crate) fn outcome(&self) -> &Outcome {
         match self {
             Self::Answer(answer) => answer.outcome(),

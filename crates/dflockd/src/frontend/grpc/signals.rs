@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use dflockd_core::{Command, Outcome, Push, Subscription as Wanted, command};
+use dflockd_core::{Command, Push, Subscription as Wanted, command};
 use dflockd_engine::Api;
 use dflockd_wire::grpc::signals_server::Signals;
 use dflockd_wire::grpc::subscribe_response::What;
@@ -16,9 +16,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::error::Refused;
-use super::locks::done;
-use super::session_calls::Told;
-use super::{App, Peer, Services, budget, fields, open};
+use super::session_calls::ResponseStream;
+use super::{App, Peer, Services, budget, done, fields};
 use crate::frontend::caller::Caller;
 
 /// What may wait for a reader besides what the session keeps for it.
@@ -32,18 +31,10 @@ impl Signals for Services {
         &self,
         request: Request<PublishRequest>,
     ) -> Result<Response<PublishResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let channel = fields::channel(&request.channel)?;
-        let payload = fields::payload(channel, &request.payload)?;
-        let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Signal(command::Signal { channel, payload })).await?;
-        let Outcome::Number(receivers) = told.outcome() else {
-            return Err(Refused::by(told.outcome()).into());
-        };
-        Ok(Response::new(PublishResponse { receivers: receivers.unsigned_abs() }))
+        self.execute(request).await
     }
 
-    type SubscribeStream = Told<SubscribeResponse>;
+    type SubscribeStream = ResponseStream<SubscribeResponse>;
 
     async fn subscribe(
         &self,

@@ -5,9 +5,8 @@
     reason = "all that a call does not hope for is refused alike"
 )]
 
-use dflockd_core::{Bytes, Command, Expect, Outcome, Query, Revision, command};
+use dflockd_core::{Bytes, Outcome, Query};
 use dflockd_wire::grpc::barriers_server::Barriers;
-use dflockd_wire::grpc::compare_and_set_request::Expect as Expected;
 use dflockd_wire::grpc::counters_server::Counters;
 use dflockd_wire::grpc::kv_server::Kv;
 use dflockd_wire::grpc::lists_server::Lists;
@@ -21,9 +20,8 @@ use dflockd_wire::grpc::{
 use tonic::{Request, Response, Status};
 
 use super::error::Refused;
-use super::gate::{hold, respond};
-use super::locks::done;
-use super::{App, Services, budget, fields, open};
+use super::gate::hold;
+use super::{App, Services, budget, fields};
 use crate::service::ANSWER_BYTES_MAX;
 
 impl App {
@@ -51,35 +49,14 @@ impl Counters for Services {
         &self,
         request: Request<AddCounterRequest>,
     ) -> Result<Response<CounterResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let key = fields::key(&request.key)?;
-        // Who subtracts is seen by watchers as one who does.
-        let delta = request.delta;
-        let command = match delta.checked_neg() {
-            Some(positive @ 1..) => {
-                Command::Add(command::Add { key, delta: positive, decrement: true })
-            }
-            _ => Command::Add(command::Add { key, delta, decrement: false }),
-        };
-        let client = self.0.client(peer, &request).await?;
-        let value = number(client.execute(command).await?.outcome())?;
-        Ok(Response::new(CounterResponse { value }))
+        self.execute(request).await
     }
 
     async fn set(
         &self,
         request: Request<SetCounterRequest>,
     ) -> Result<Response<CounterResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, request.value);
-        let client = self.0.client(peer, &request).await?;
-        done(
-            client
-                .execute(Command::CounterSet(command::CounterSet { key, value }))
-                .await?
-                .outcome(),
-        )?;
-        Ok(Response::new(CounterResponse { value }))
+        self.execute(request).await
     }
 }
 
@@ -101,79 +78,32 @@ impl Kv for Services {
     }
 
     async fn set(&self, request: Request<SetRequest>) -> Result<Response<SetResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, fields::entry(&request.value)?);
-        let ttl = fields::lasting(request.ttl_ms)?;
-        let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::KvSet(command::KvSet { key, value, ttl })).await?;
-        match told.outcome() {
-            Outcome::Written(revision) => Ok(Response::new(SetResponse { revision: revision.0 })),
-            other => Err(Refused::by(other).into()),
-        }
+        self.execute(request).await
     }
 
     async fn delete(
         &self,
         request: Request<DeleteRequest>,
     ) -> Result<Response<DeleteResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let key = fields::key(&request.key)?;
-        let client = self.0.client(peer, &request).await?;
-        done(client.execute(Command::KvDelete(command::KvDelete { key })).await?.outcome())?;
-        Ok(Response::new(DeleteResponse {}))
+        self.execute(request).await
     }
 
     async fn compare_and_set(
         &self,
         request: Request<CompareAndSetRequest>,
     ) -> Result<Response<CompareAndSetResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, fields::entry(&request.new_value)?);
-        let ttl = fields::lasting(request.ttl_ms)?;
-        let expect = match &request.expect {
-            Some(Expected::Absent(true)) => Expect::Absent,
-            Some(Expected::Value(value)) => Expect::Value(fields::entry(value)?),
-            Some(Expected::Revision(revision)) => Expect::Revision(Revision(*revision)),
-            Some(Expected::Absent(false)) | None => {
-                return Err(Refused::bad_request("what is expected is required").into());
-            }
-        };
-        let client = self.0.client(peer, &request).await?;
-        let command =
-            Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl });
-        let (written, revision) = match client.execute(command).await?.outcome() {
-            Outcome::Written(revision) => (true, revision.0),
-            Outcome::Conflict => (false, 0),
-            other => return Err(Refused::by(other).into()),
-        };
-        Ok(Response::new(CompareAndSetResponse { written, revision }))
+        self.execute(request).await
     }
 }
 
 #[tonic::async_trait]
 impl Lists for Services {
     async fn push(&self, request: Request<PushRequest>) -> Result<Response<PushResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, value) = (fields::key(&request.key)?, fields::value(&request.item)?);
-        let end = fields::end(request.end)?;
-        let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Push(command::Push { key, end, value })).await?;
-        let length = number(told.outcome())?.unsigned_abs();
-        Ok(Response::new(PushResponse { length }))
+        self.execute(request).await
     }
 
     async fn pop(&self, request: Request<PopRequest>) -> Result<Response<PopResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, end) = (fields::key(&request.key)?, fields::end(request.end)?);
-        let wait = request.wait_ms.map(fields::millis).transpose()?;
-        let client = self.0.client(peer, &request).await?;
-        let told = client.execute(Command::Pop(command::Pop { key, end, wait })).await?;
-        let item = match told.outcome() {
-            Outcome::Popped { value, .. } => Some(value.to_vec().into()),
-            Outcome::Empty | Outcome::Timeout => None,
-            other => return Err(Refused::by(other).into()),
-        };
-        Ok(respond(told, PopResponse { item }))
+        self.execute(request).await
     }
 
     async fn length(
@@ -229,18 +159,7 @@ impl Barriers for Services {
         &self,
         request: Request<BarrierWaitRequest>,
     ) -> Result<Response<BarrierWaitResponse>, Status> {
-        let (peer, request) = open(request)?;
-        let (key, count) = (fields::key(&request.key)?, fields::count(request.count.into())?);
-        let wait = fields::millis(request.wait_ms)?;
-        let client = self.0.member(peer, &request).await?;
-        let told =
-            client.execute(Command::BarrierWait(command::BarrierWait { key, count, wait })).await?;
-        let passed = match told.outcome() {
-            Outcome::Done => true,
-            Outcome::Timeout => false,
-            other => return Err(Refused::by(other).into()),
-        };
-        Ok(Response::new(BarrierWaitResponse { passed }))
+        self.execute(request).await
     }
 }
 

@@ -1,28 +1,23 @@
 //! Locks and values as people see them.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-
 use dflockd_core::{KeyKind, KeyView, LockKind, LockView, SessionId, Span};
 use dflockd_engine::Engine;
 use dflockd_wire::grpc::{
     BarrierView, CounterView, DescribeResponse, EntryView, Holder, ListView, Lock, LockMode, Waiter,
 };
 
-/// Names of sessions, each looked up once.
-pub(super) struct Names<'a> {
-    engine: &'a Engine,
-    known: HashMap<SessionId, Arc<str>>,
-}
+use crate::report;
+
+/// Names of sessions, in messages.
+pub(super) struct Names<'a>(report::Names<'a>);
 
 impl<'a> Names<'a> {
     pub(super) fn new(engine: &'a Engine) -> Self {
-        Self { engine, known: HashMap::new() }
+        Self(report::Names::new(engine))
     }
 
     pub(super) fn of(&mut self, session: SessionId) -> String {
-        let name = || self.engine.label(session).unwrap_or_else(|| "".into());
-        self.known.entry(session).or_insert_with(name).as_ref().to_owned()
+        self.0.of(session).as_ref().to_owned()
     }
 
     pub(super) fn lock(&mut self, view: &LockView) -> Lock {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_core::{Change as CoreChange, Event, Revision, Separators, pattern_matches};
+use dflockd_core::{Change as CoreChange, Revision, Separators, pattern_matches};
 use dflockd_engine::Api;
 use dflockd_wire::grpc::watch_server::Watch;
 use dflockd_wire::grpc::{Change, ChangeKind, Reason, WatchRequest, WatchResponse};
@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
-use super::session_calls::Told;
+use super::session_calls::ResponseStream;
 use super::{App, Peer, Services, fields, open};
 use crate::frontend::feed::{Compacted, Follower};
 
@@ -36,7 +36,7 @@ struct Filter {
 
 #[tonic::async_trait]
 impl Watch for Services {
-    type WatchStream = Told<WatchResponse>;
+    type WatchStream = ResponseStream<WatchResponse>;
 
     async fn watch(
         &self,
@@ -133,7 +133,7 @@ impl Filter {
 
     fn choose(&self, changes: &[CoreChange]) -> Vec<Change> {
         let chosen = changes.iter().filter_map(|change| {
-            let kind = kind_of(change.event);
+            let kind = ChangeKind::from(change.event);
             let is_wanted = self.kinds.is_empty() || self.kinds.contains(&kind);
             let matches =
                 |pattern: &Vec<u8>| pattern_matches(pattern, &change.key, Separators::NEWEST);
@@ -144,26 +144,5 @@ impl Filter {
             })
         });
         chosen.collect()
-    }
-}
-
-fn kind_of(event: Event) -> ChangeKind {
-    match event {
-        Event::Acquire => ChangeKind::Acquire,
-        Event::Release => ChangeKind::Release,
-        Event::Elect => ChangeKind::Elect,
-        Event::Resign => ChangeKind::Resign,
-        Event::Incr => ChangeKind::Incr,
-        Event::Decr => ChangeKind::Decr,
-        Event::Cset => ChangeKind::Cset,
-        Event::Kset => ChangeKind::Kset,
-        Event::Kdel => ChangeKind::Kdel,
-        Event::Kcas => ChangeKind::Kcas,
-        Event::Lpush => ChangeKind::Lpush,
-        Event::Rpush => ChangeKind::Rpush,
-        Event::Lpop => ChangeKind::Lpop,
-        Event::Rpop => ChangeKind::Rpop,
-        Event::Blpop => ChangeKind::Blpop,
-        Event::Brpop => ChangeKind::Brpop,
     }
 }

@@ -323,7 +323,7 @@ struct AuditEntry {
     /// By which protocol: `line`, `http` or `grpc`; `member` if another member was asked and this one, the leader,
     /// decided.
     #[schema(value_type = String, example = "http")]
-    door: &'static str,
+    api: &'static str,
     /// The address it was asked from, or the member that passed it on.
     #[schema(value_type = String)]
     peer: std::sync::Arc<str>,
@@ -351,7 +351,7 @@ impl AuditEntry {
         let mut entry = Self {
             number: Decimal(record.number),
             unix_ms: record.unix_ms,
-            door: record.via.name(),
+            api: record.via.name(),
             peer: record.peer.clone(),
             what: record.event.name(),
             key: None,

@@ -8,8 +8,7 @@
 use axum::body::Body;
 use axum::http::StatusCode;
 use axum::response::Response;
-use dflockd_core::{Grant, Outcome, Span};
-use dflockd_wire::TokenText;
+use dflockd_core::{Grant, Outcome, Span, Token};
 use serde::{Serialize, Serializer};
 use utoipa::ToSchema;
 
@@ -28,7 +27,7 @@ pub(crate) struct GrantBody {
     /// The credential of the hold.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "token_text")]
     #[schema(value_type = Option<String>, pattern = "^[0-9a-f]{32}$")]
-    token: Option<TokenText>,
+    token: Option<Token>,
     /// The lease in whole seconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     lease_ttl_s: Option<u64>,
@@ -76,8 +75,8 @@ impl Serialize for Decimal {
     }
 }
 
-fn token_text<S: Serializer>(token: &Option<TokenText>, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(token.as_ref().map_or("", TokenText::as_str))
+fn token_text<S: Serializer>(token: &Option<Token>, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&token.unwrap_or(Token::NONE).text())
 }
 
 impl GrantBody {
@@ -86,7 +85,7 @@ impl GrantBody {
         let lease = grant.map(|grant| millis(grant.lease));
         Self {
             status,
-            token: token.map(|token| TokenText::from_parts(token.fence.0, token.salt)),
+            token,
             lease_ttl_s: lease.map(|lease| lease / 1000),
             lease_ttl_ms: lease,
             fence: token.map(|token| Decimal(token.fence.0)),
@@ -104,7 +103,7 @@ pub(crate) fn grant(answer: Answer) -> Result<Response, ApiError> {
         Outcome::Timeout => GrantBody::new("timeout", None),
         other => return Err(refused(other)),
     };
-    Ok(give(answer, &told))
+    Ok(giving(answer, &told))
 }
 
 /// The answer to a renewal.
@@ -131,6 +130,14 @@ pub(crate) fn done(outcome: &Outcome) -> Result<Response, ApiError> {
     }
 }
 
+/// The number that a request is answered with.
+pub(crate) fn number(outcome: &Outcome) -> Result<i64, ApiError> {
+    match outcome {
+        Outcome::Number(number) => Ok(*number),
+        other => Err(refused(other)),
+    }
+}
+
 /// An answer that was not hoped for.
 pub(crate) fn refused(outcome: &Outcome) -> ApiError {
     if let Outcome::Refused(refusal) = outcome {
@@ -141,7 +148,7 @@ pub(crate) fn refused(outcome: &Outcome) -> ApiError {
 }
 
 /// JSON that tells an answer. If nobody takes it, what the answer gave is given back.
-pub(crate) fn give(answer: Answer, told: &impl Serialize) -> Response {
+pub(crate) fn giving(answer: Answer, told: &impl Serialize) -> Response {
     if !answer.gives() {
         return reply(told);
     }

@@ -12,7 +12,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::body;
-use crate::frontend::caller::Gone;
+use crate::frontend::caller::SessionEnded;
 
 /// When a request may come again, in whole seconds as the header wants it.
 const RETRY_SECONDS: HeaderValue = HeaderValue::from_static("1");
@@ -33,7 +33,7 @@ pub(crate) struct ApiError {
 pub(crate) struct ErrorBody {
     /// What is wrong, for programs.
     error: &'static str,
-    /// The same for people.
+    /// What is wrong, for people.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, nullable = false)]
     detail: Option<Cow<'static, str>>,
@@ -176,8 +176,8 @@ impl ApiError {
     }
 }
 
-impl From<Gone> for ApiError {
-    fn from(_: Gone) -> Self {
+impl From<SessionEnded> for ApiError {
+    fn from(_: SessionEnded) -> Self {
         Self::session_gone()
     }
 }

@@ -2,8 +2,7 @@
 //! like is checked by [`check`].
 
 use dflockd_core::check::{self, Invalid};
-use dflockd_core::{Fence, Revision, Span, Token};
-use dflockd_wire::TokenText;
+use dflockd_core::{Revision, Span, Token};
 
 use super::error::ApiError;
 
@@ -43,14 +42,13 @@ pub(crate) fn count(count: Option<i64>) -> Result<u32, ApiError> {
     Ok(check::count(count.unwrap_or_default())?)
 }
 
-/// A token; none inside if nobody can hold it.
-pub(crate) fn token(text: Option<&str>) -> Result<Option<Token>, ApiError> {
+/// A token. A text that is none is not held.
+pub(crate) fn token(text: Option<&str>) -> Result<Token, ApiError> {
     let text = text.unwrap_or_default();
     if text.is_empty() || text.len() > TOKEN_BYTES_MAX || text.contains(char::is_whitespace) {
         return Err(ApiError::bad_request("token required"));
     }
-    let parts = TokenText::parse(text.as_bytes());
-    Ok(parts.map(|(fence, salt)| Token { fence: Fence(fence), salt }))
+    Ok(Token::parse(text.as_bytes()).unwrap_or(Token::NONE))
 }
 
 /// A decimal number in a string: fences, revisions and ids do not fit into the numbers of JavaScript.
@@ -86,7 +84,7 @@ mod tests {
 
     #[test]
     fn tokens() {
-        let parsed = |text: Option<&str>| token(text).ok().map(|token| token.is_some());
+        let parsed = |text: Option<&str>| token(text).ok().map(|token| token != Token::NONE);
         assert_eq!(parsed(None), None);
         assert_eq!(parsed(Some("")), None);
         assert_eq!(parsed(Some("a b")), None);

@@ -3,8 +3,6 @@
 //! Everything is in pages, which have a limited number of items and of bytes. What takes a while is done on a thread
 //! that may be busy.
 
-use std::collections::HashMap;
-use std::fmt::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -15,7 +13,7 @@ use dflockd_core::{
     HolderView, KeyKind, KeyView, LockKind, LockPage, LockView, Only, Primitive, SessionId, Tally,
     WaiterView,
 };
-use dflockd_engine::{Api, Engine};
+use dflockd_engine::Api;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -27,7 +25,7 @@ use super::error::ApiError;
 use super::openapi_parts::{InKey, NoCluster, NotFound, Refusals};
 use super::streams::ChangeBody;
 use super::{Room, Shared, fields};
-use crate::report::{self, json_bytes};
+use crate::report::{self, Names, json_bytes};
 use crate::service::ANSWER_BYTES_MAX;
 
 /// The longest page.
@@ -116,7 +114,7 @@ struct Lock {
     waiters_total: u32,
     /// The first of them, in order.
     queue: Vec<Waiter>,
-    /// Of its last change.
+    /// The revision of its last change.
     #[schema(value_type = String, pattern = "^[0-9]+$")]
     revision: Decimal,
 }
@@ -192,21 +190,20 @@ async fn list_locks(
     let service = Arc::clone(&app.service);
     let work = move || {
         let (views, mut next) = service.engine.locks(page, EACH_MAX)?;
-        let mut names = Names { engine: &service.engine, known: HashMap::new() };
+        let mut names = Names::new(&service.engine);
         // The locks of a key stay together, because the next page begins after a key.
         let keys: Vec<_> = views.chunk_by(|a, b| a.key == b.key).collect();
-        let count =
-            fitting(keys.iter().map(|views| {
-                views.iter().map(|view| json_bytes(&names.lock(view)) + ",".len()).sum()
-            }));
+        let count = fitting(keys.iter().map(|views| {
+            views.iter().map(|view| json_bytes(&Lock::new(view, &mut names)) + ",".len()).sum()
+        }));
         if count < keys.len() {
             next = keys[count - 1].first().map(|view| view.key.clone());
         }
         let locks = keys[..count].iter().flat_map(|views| views.iter());
-        let locks = locks.map(|view| names.lock(view)).collect();
+        let locks = locks.map(|view| Lock::new(view, &mut names)).collect();
         Some(Ok(json_line(&LockList { locks, next: next.map(|key| place(&key)) })))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 /// A place between keys as text. A key that is no text is written in hexadecimal digits after a space, which no key
@@ -214,21 +211,15 @@ async fn list_locks(
 fn place(key: &[u8]) -> String {
     match std::str::from_utf8(key) {
         Ok(text) => text.to_owned(),
-        Err(_) => key.iter().fold(" ".to_owned(), |mut text, byte| {
-            write!(text, "{byte:02x}").expect("a string takes everything");
-            text
-        }),
+        Err(_) => format!(" {}", hex::encode(key)),
     }
 }
 
 fn place_of(text: &str) -> Option<Vec<u8>> {
-    let Some(digits) = text.strip_prefix(' ') else { return Some(text.as_bytes().to_vec()) };
-    let byte = |pair: &[u8]| {
-        let digit = |byte: u8| char::from(byte).to_digit(16);
-        let [high, low] = *pair else { return None };
-        u8::try_from(digit(high)? * 16 + digit(low)?).ok()
-    };
-    digits.as_bytes().chunks(2).map(byte).collect()
+    match text.strip_prefix(' ') {
+        Some(digits) => hex::decode(digits).ok(),
+        None => Some(text.as_bytes().to_vec()),
+    }
 }
 
 /// Everything a key is. What it is not is left out.
@@ -302,12 +293,12 @@ async fn show_key(State(app): State<Shared>, room: Room, key: Key) -> Result<Res
         if views.is_empty() {
             return Some(Err(ApiError::not_found()));
         }
-        let mut names = Names { engine: &service.engine, known: HashMap::new() };
+        let mut names = Names::new(&service.engine);
         let mut all = inspected(&key, &views, &mut names);
         while json_bytes(&all) > LIST_BYTES_MAX && all.name_fewer() {}
         Some(Ok(json_line(&all)))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 impl Inspected {
@@ -334,7 +325,7 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
     };
     for view in views {
         match view {
-            KeyView::Lock(lock) => all.locks.push(names.lock(lock)),
+            KeyView::Lock(lock) => all.locks.push(Lock::new(lock, names)),
             KeyView::Counter(view) => {
                 all.counter = Some(CounterInfo {
                     value: view.value,
@@ -368,20 +359,9 @@ fn inspected(key: &[u8], views: &[KeyView], names: &mut Names<'_>) -> Inspected 
     all
 }
 
-/// Names of sessions, each looked up once.
-struct Names<'a> {
-    engine: &'a Engine,
-    known: HashMap<SessionId, Arc<str>>,
-}
-
-impl Names<'_> {
-    fn of(&mut self, session: SessionId) -> Arc<str> {
-        let name = || self.engine.label(session).unwrap_or_else(|| "".into());
-        Arc::clone(self.known.entry(session).or_insert_with(name))
-    }
-
-    fn lock(&mut self, view: &LockView) -> Lock {
-        Lock {
+impl Lock {
+    fn new(view: &LockView, names: &mut Names<'_>) -> Self {
+        Self {
             key: lossy(&view.key),
             kind: KeyKind::of_lock(view.space, view.kind).name(),
             limit: match view.kind {
@@ -389,17 +369,19 @@ impl Names<'_> {
                 LockKind::ReadWrite => None,
             },
             holders_total: view.holders_total,
-            holders: view.holders.iter().map(|holder| self.holder(holder)).collect(),
+            holders: view.holders.iter().map(|holder| Holder::new(holder, names)).collect(),
             waiters_total: view.waiters_total,
-            queue: view.queue.iter().map(|waiter| self.waiter(waiter)).collect(),
+            queue: view.queue.iter().map(|waiter| Waiter::new(waiter, names)).collect(),
             revision: Decimal(view.revision.0),
         }
     }
+}
 
-    fn holder(&mut self, view: &HolderView) -> Holder {
-        Holder {
+impl Holder {
+    fn new(view: &HolderView, names: &mut Names<'_>) -> Self {
+        Self {
             session: Decimal(view.session.0),
-            client: self.of(view.session),
+            client: names.of(view.session),
             fence: Decimal(view.fence.0),
             lease_left_ms: millis(view.expires_in),
             held_ms: millis(view.held_for),
@@ -407,11 +389,13 @@ impl Names<'_> {
             leader: view.leader,
         }
     }
+}
 
-    fn waiter(&mut self, view: &WaiterView) -> Waiter {
-        Waiter {
+impl Waiter {
+    fn new(view: &WaiterView, names: &mut Names<'_>) -> Self {
+        Self {
             session: Decimal(view.session.0),
-            client: self.of(view.session),
+            client: names.of(view.session),
             waiting_ms: millis(view.waiting),
             writer: view.writer,
         }
@@ -456,7 +440,7 @@ struct SessionSummary {
     client: Arc<str>,
     /// `line`, `http` or `grpc`; null if its client speaks to another member, or to nobody now.
     #[schema(value_type = Option<String>, example = "http")]
-    door: Option<&'static str>,
+    api: Option<&'static str>,
     /// Locks it holds.
     holds: usize,
     /// What it waits for.
@@ -491,11 +475,7 @@ async fn list_sessions(
         let sessions = infos.map(|info| SessionSummary {
             id: Decimal(info.id.0),
             client: info.label.unwrap_or_else(|| "".into()),
-            door: info.api.map(|api| match api {
-                Api::Line => "line",
-                Api::Http => "http",
-                Api::Grpc => "grpc",
-            }),
+            api: info.api.map(Api::name),
             holds: info.view.holds,
             waits: info.view.waits,
             subscriptions: info.view.subscriptions,
@@ -508,7 +488,7 @@ async fn list_sessions(
         }
         Some(Ok(json_line(&SessionList { sessions, next: next.map(Decimal) })))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 // ---- Contention ----
@@ -570,7 +550,7 @@ async fn contention(
         keys.truncate(fitting(keys.iter().map(json_bytes)));
         Some(Ok(json_line(&ContentionList { keys })))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 // ---- Events ----
@@ -708,7 +688,7 @@ async fn overview(State(app): State<Shared>, room: Room) -> Result<Response, Api
             admin: service.auth.has_operators(),
         })))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 /// Who is in the cluster.

@@ -26,13 +26,13 @@ use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::telemetry::RequestTrace;
 
-/// Puts [`Gated`] around each route.
+/// Puts [`ApiService`] around each route.
 #[derive(Clone)]
-pub(crate) struct Gate(pub(crate) Shared);
+pub(crate) struct ApiLayer(pub(crate) Shared);
 
-/// A route behind the gate.
+/// A route with what every request passes before it.
 #[derive(Clone)]
-pub(crate) struct Gated {
+pub(crate) struct ApiService {
     app: Shared,
     route: Route,
 }
@@ -73,15 +73,15 @@ impl Kind {
     }
 }
 
-impl Layer<Route> for Gate {
-    type Service = Gated;
+impl Layer<Route> for ApiLayer {
+    type Service = ApiService;
 
-    fn layer(&self, route: Route) -> Gated {
-        Gated { app: Shared::clone(&self.0), route }
+    fn layer(&self, route: Route) -> ApiService {
+        ApiService { app: Shared::clone(&self.0), route }
     }
 }
 
-impl Service<Request> for Gated {
+impl Service<Request> for ApiService {
     type Response = Response;
     type Error = Infallible;
     type Future = Passing;

@@ -136,18 +136,19 @@ struct Acquire {
     /// How long to wait in the queue; 0 or nothing: only try.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     acquire_timeout_s: Option<u64>,
-    /// The same in milliseconds.
+    /// How long to wait in the queue, in milliseconds; instead of `acquire_timeout_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     acquire_timeout_ms: Option<u64>,
     /// The lease; 0 or nothing: the server's default.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     lease_ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// The lease in milliseconds; instead of `lease_ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     lease_ttl_ms: Option<u64>,
 }
 
-/// The same for a semaphore.
+/// How many may hold a semaphore, how long to wait for a slot and for how long to have it. Each time in seconds or
+/// milliseconds, not both.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct AcquireSemaphore {
@@ -157,13 +158,13 @@ struct AcquireSemaphore {
     /// How long to wait in the queue; 0 or nothing: only try.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     acquire_timeout_s: Option<u64>,
-    /// The same in milliseconds.
+    /// How long to wait in the queue, in milliseconds; instead of `acquire_timeout_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     acquire_timeout_ms: Option<u64>,
     /// The lease; 0 or nothing: the server's default.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     lease_ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// The lease in milliseconds; instead of `lease_ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     lease_ttl_ms: Option<u64>,
 }
@@ -175,12 +176,12 @@ struct Enqueue {
     /// The lease; 0 or nothing: the server's default.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     lease_ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// The lease in milliseconds; instead of `lease_ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     lease_ttl_ms: Option<u64>,
 }
 
-/// The same for a semaphore.
+/// How many may hold a semaphore, and for how long to have the slot once it is granted.
 #[derive(Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct EnqueueSemaphore {
@@ -190,7 +191,7 @@ struct EnqueueSemaphore {
     /// The lease; 0 or nothing: the server's default.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     lease_ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// The lease in milliseconds; instead of `lease_ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     lease_ttl_ms: Option<u64>,
 }
@@ -202,7 +203,7 @@ struct Wait {
     /// 0 or nothing: only look.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     timeout_s: Option<u64>,
-    /// The same in milliseconds.
+    /// How long to wait, in milliseconds; instead of `timeout_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     timeout_ms: Option<u64>,
 }
@@ -226,7 +227,7 @@ struct Renew {
     /// The new lease, from now; 0 or nothing: the server's default.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     lease_ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// The lease in milliseconds; instead of `lease_ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     lease_ttl_ms: Option<u64>,
 }
@@ -239,8 +240,7 @@ async fn acquire(
 ) -> Result<Response, ApiError> {
     let wait = fields::wait(body.acquire_timeout_s, body.acquire_timeout_ms)?;
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    let salt = rand::random();
-    claim(session, Command::Acquire(command::Acquire { key, mode, wait, lease, salt })).await
+    claim(session, command::Acquire { key, mode, wait, lease, salt: 0 }).await
 }
 
 async fn acquire_slot(
@@ -266,8 +266,7 @@ async fn enqueue(
 ) -> Result<Response, ApiError> {
     let body = body.map_or_else(Enqueue::default, |Json(body)| body);
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
-    claim(session, Command::Enqueue(command::Enqueue { key, mode, lease, salt: rand::random() }))
-        .await
+    claim(session, command::Enqueue { key, mode, lease, salt: 0 }).await
 }
 
 async fn enqueue_slot(
@@ -287,12 +286,15 @@ async fn wait(
     Json(body): Json<Wait>,
 ) -> Result<Response, ApiError> {
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
-    claim(session, Command::Wait(command::Wait { key, space, wait })).await
+    claim(session, command::Wait { key, space, wait }).await
 }
 
 /// Executes a command that may give the session a lock.
-async fn claim(session: &Session, command: Command<'_>) -> Result<Response, ApiError> {
-    answer::grant(session.claim().await?.call(command).await?)
+async fn claim<'a>(
+    session: &Session,
+    command: impl Into<Command<'a>>,
+) -> Result<Response, ApiError> {
+    answer::grant(session.claim().await?.call(command.into()).await?)
 }
 
 async fn release(
@@ -304,7 +306,6 @@ async fn release(
 ) -> Result<Response, ApiError> {
     let token = fields::token(body.token.as_deref())?;
     let claim = session.claim().await?;
-    let token = token.ok_or_else(ApiError::not_held)?;
     let answer =
         claim.call(Command::Release(command::Release { key, space, token, resign })).await?;
     answer::done(answer.outcome())
@@ -319,6 +320,5 @@ async fn renew(
     let token = fields::token(body.token.as_deref())?;
     let lease = fields::lasting(body.lease_ttl_s, body.lease_ttl_ms)?;
     let claim = session.claim().await?;
-    let token = token.ok_or_else(ApiError::not_held)?;
     answer::renewed(&claim.call(Command::Renew(command::Renew { key, space, token, lease })).await?)
 }

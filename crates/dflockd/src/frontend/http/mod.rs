@@ -40,7 +40,7 @@ use dflockd_engine::Api;
 
 use self::cors::Cors;
 use self::error::ApiError;
-use self::layers::Gate;
+use self::layers::ApiLayer;
 pub(crate) use self::listen::listen;
 use self::origin::Hosts;
 use self::sessions::Turn;
@@ -126,7 +126,7 @@ pub(crate) fn router(app: Shared) -> Router {
         .merge(ui::routes())
         .fallback(async || ApiError::not_found())
         .method_not_allowed_fallback(async || ApiError::method_not_allowed())
-        .layer(Gate(Arc::clone(&app)))
+        .layer(ApiLayer(Arc::clone(&app)))
         .with_state(app)
 }
 
@@ -145,12 +145,12 @@ impl FromRequestParts<Shared> for Room {
 impl Room {
     /// Looks at the state and answers with JSON: one look at a time for each connection and few for the server, on a
     /// thread that may be busy. None: nobody can say.
-    pub(crate) async fn look(
+    pub(crate) async fn inspect(
         &self,
         app: &App,
         work: impl FnOnce() -> Option<Result<Vec<u8>, ApiError>> + Send + 'static,
     ) -> Result<Response, ApiError> {
-        let (_turn, room) = self.0.look(ANSWER_BYTES_MAX).await;
+        let (_turn, room) = self.0.inspection(ANSWER_BYTES_MAX).await;
         let made = app.service.looks.wait(work).await.ok_or_else(ApiError::internal)?;
         let text = made.ok_or_else(ApiError::unavailable)??;
         Ok(body::json_response(StatusCode::OK, Body::new(Pieces::new(text, room))))

@@ -2,11 +2,10 @@
 
 use bytes::Bytes;
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme};
-use utoipa::openapi::{
-    Components, ContentBuilder, InfoBuilder, OpenApi, Ref, RefOr, Response, ResponseBuilder,
-};
+use utoipa::openapi::{Components, InfoBuilder, OpenApi};
 
 use super::body;
+use super::openapi_parts::refusal;
 
 /// Refusals that every route can give because of what stands before it, with their codes.
 const EVERYWHERE: [(&str, &str); 3] =
@@ -14,7 +13,7 @@ const EVERYWHERE: [(&str, &str); 3] =
 /// Refusals of servers without a token: of requests that the page of somebody else may have made.
 const WITHOUT_A_TOKEN: [(&str, &str); 2] =
     [("403", "`origin_not_allowed`"), ("421", "`host_not_allowed`")];
-/// Of those that may have a body.
+/// A refusal of requests that may have a body.
 const OF_BODIES: (&str, &str) = ("415", "`unsupported_media_type`");
 /// What is told whoever asks, by whatever name.
 const PUBLIC: [&str; 2] = ["/metrics", "/v1/openapi.json"];
@@ -55,14 +54,9 @@ pub(crate) fn text(mut document: OpenApi) -> Bytes {
             let body = Some(&OF_BODIES).filter(|_| may_have_body);
             for &(status, codes) in EVERYWHERE.iter().chain(own).chain(body) {
                 let responses = &mut operation.responses.responses;
-                responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(refusal(codes)));
+                responses.entry(status.to_owned()).or_insert_with(|| refusal(codes));
             }
         }
     }
     body::json_line(&document).into()
-}
-
-fn refusal(codes: &str) -> Response {
-    let error = ContentBuilder::new().schema(Some(Ref::from_schema_name("Error"))).build();
-    ResponseBuilder::new().description(codes).content("application/json", error).build()
 }

@@ -82,12 +82,10 @@ impl IntoParams for NeedsAdmin {
 
 type Responses = BTreeMap<String, RefOr<Response>>;
 
-fn refusal(status: u16, codes: &str) -> (String, RefOr<Response>) {
-    let schema = Ref::from_schema_name("Error");
-    let content = ContentBuilder::new().schema(Some(schema)).build();
-    let response =
-        ResponseBuilder::new().description(codes).content("application/json", content).build();
-    (status.to_string(), RefOr::T(response))
+/// A refusal, with the codes that it can have.
+pub(super) fn refusal(codes: &str) -> RefOr<Response> {
+    let error = ContentBuilder::new().schema(Some(Ref::from_schema_name("Error"))).build();
+    RefOr::T(ResponseBuilder::new().description(codes).content("application/json", error).build())
 }
 
 /// Sets of refusals with names.
@@ -98,7 +96,7 @@ macro_rules! refusals {
 
         impl IntoResponses for $name {
             fn responses() -> Responses {
-                Responses::from([$(refusal($status, $codes)),+])
+                Responses::from([$((stringify!($status).to_owned(), refusal($codes))),+])
             }
         }
     )+};
@@ -126,6 +124,8 @@ refusals! {
         500: "`internal`: a defect of the server.",
         503: "`admin_disabled`: no admin token is configured. `draining`, `not_leader`, `unavailable`, `unknown`."
     }
+    /// What the routes of a session itself can answer.
+    OwnSession { 400: "`bad_request`", 410: "`session_gone`" }
     /// The session is over.
     SessionGone { 410: "`session_gone`: there is no such session, or it ended meanwhile." }
     /// No such hold.

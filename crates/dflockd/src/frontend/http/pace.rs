@@ -16,7 +16,7 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::routing::future::RouteFuture;
 use bytes::Bytes;
-use http_body::{Body as HttpBody, Frame, SizeHint};
+use http_body::{Body as HttpBody, SizeHint};
 use hyper::Response;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -24,6 +24,7 @@ use tokio::time::Instant;
 use tokio_rustls::server::TlsStream;
 
 use crate::frontend::frames::Frames;
+use crate::frontend::giveback::PolledFrame;
 
 /// How long a connection may take.
 #[derive(Clone, Copy)]
@@ -345,10 +346,7 @@ impl HttpBody for PacedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<axum::Error> {
         Pin::new(&mut self.body).poll_frame(cx)
     }
 

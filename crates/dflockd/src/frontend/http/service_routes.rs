@@ -91,7 +91,7 @@ async fn stats(State(app): State<Shared>, room: Room) -> Result<Response, ApiErr
         line.push(b'\n');
         Some(Ok(line))
     };
-    room.look(&app, work).await
+    room.inspect(&app, work).await
 }
 
 /// Figures for Prometheus

@@ -11,7 +11,7 @@ use utoipa_axum::routes;
 
 use super::body::{Json, no_content, reply, segment};
 use super::error::{ApiError, ErrorBody};
-use super::openapi_parts::NeedsSession;
+use super::openapi_parts::{NeedsSession, OwnSession};
 use super::sessions::{InSession, session_id};
 use super::{Peer, Shared};
 
@@ -116,8 +116,7 @@ async fn create_session(
     params(NeedsSession),
     responses(
         (status = 204, description = "It is alive"),
-        (status = 400, description = "`bad_request`", body = ErrorBody),
-        (status = 410, description = "`session_gone`", body = ErrorBody),
+        OwnSession,
     ),
 )]
 async fn ping_own_session(_: InSession) -> Response {
@@ -136,8 +135,7 @@ async fn ping_own_session(_: InSession) -> Response {
     params(NeedsSession),
     responses(
         (status = 204, description = "It has ended"),
-        (status = 400, description = "`bad_request`", body = ErrorBody),
-        (status = 410, description = "`session_gone`", body = ErrorBody),
+        OwnSession,
     ),
 )]
 async fn delete_own_session(
@@ -159,8 +157,7 @@ async fn delete_own_session(
     params(("id" = String, Path, pattern = "^[0-9a-f]{32}$")),
     responses(
         (status = 204, description = "It is alive"),
-        (status = 400, description = "`bad_request`", body = ErrorBody),
-        (status = 410, description = "`session_gone`", body = ErrorBody),
+        OwnSession,
     ),
 )]
 async fn ping_session(State(app): State<Shared>, peer: Peer, id: Id) -> Result<Response, ApiError> {
@@ -178,8 +175,7 @@ async fn ping_session(State(app): State<Shared>, peer: Peer, id: Id) -> Result<R
     params(("id" = String, Path, pattern = "^[0-9a-f]{32}$")),
     responses(
         (status = 204, description = "It has ended"),
-        (status = 400, description = "`bad_request`", body = ErrorBody),
-        (status = 410, description = "`session_gone`", body = ErrorBody),
+        OwnSession,
     ),
 )]
 async fn delete_session(

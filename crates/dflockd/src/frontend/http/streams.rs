@@ -8,7 +8,7 @@ use std::future::Future;
 use std::net::Ipv4Addr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::Context;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
@@ -17,9 +17,7 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use axum::response::Response;
-use dflockd_core::{
-    Change, Command, LeaderEvent, Outcome, Push, Revision, Subscription, check, command,
-};
+use dflockd_core::{Change, Command, Outcome, Push, Revision, Subscription, check, command};
 use dflockd_engine::Api;
 use http_body::Frame;
 use serde::{Deserialize, Serialize};
@@ -37,7 +35,7 @@ use super::{Peer, Room, Shared, fields};
 use crate::frontend::auth::{Pass, TokenKind};
 use crate::frontend::caps::Permit;
 use crate::frontend::feed::{Compacted, Follower};
-use crate::frontend::line::translate;
+use crate::frontend::giveback::PolledFrame;
 
 /// How long a client may take to read what is written to it.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
@@ -223,12 +221,7 @@ impl Source for Pushes {
                 true
             }
             Some(Push::Leader { event: what, key }) => {
-                let what = match what {
-                    LeaderEvent::Elected => "elected",
-                    LeaderEvent::Resigned => "resigned",
-                    LeaderEvent::Failover => "failover",
-                };
-                event(text, "leader", &Leader { event: what, key: &lossy(&key) });
+                event(text, "leader", &Leader { event: what.name(), key: &lossy(&key) });
                 true
             }
             // Asked for by nobody.
@@ -328,7 +321,7 @@ impl From<&Change> for ChangeBody {
     fn from(change: &Change) -> Self {
         Self {
             revision: Decimal(change.revision.0),
-            event: translate::event_name(change.event),
+            event: change.event.name(),
             key: lossy(&change.key).into_owned(),
         }
     }
@@ -432,10 +425,7 @@ impl http_body::Body for Events {
     type Data = Bytes;
     type Error = Infallible;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        self.0.poll_recv(context).map(|text| text.map(|text| Ok(Frame::data(text))))
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PolledFrame<Infallible> {
+        self.0.poll_recv(cx).map(|text| text.map(|text| Ok(Frame::data(text))))
     }
 }

@@ -26,7 +26,7 @@ use super::openapi_parts::{
 };
 use super::sessions::InSession;
 use super::{App, Peer, Room, Shared, fields};
-use crate::frontend::caller::{Answer, Gone};
+use crate::frontend::caller::{Answer, SessionEnded};
 use crate::report;
 use crate::service::ANSWER_BYTES_MAX;
 
@@ -53,16 +53,16 @@ impl App {
     pub(super) async fn call_common(&self, command: Command<'_>) -> Result<Answer, ApiError> {
         // The session was the server's own, so its end is nothing the client could understand.
         let answer = self.common().call(command).await;
-        answer.map_err(|Gone| ApiError::refused(Refusal::Forgotten))
+        answer.map_err(|SessionEnded| ApiError::refused(Refusal::Forgotten))
     }
 
     /// Answers a read.
     async fn query_common(&self, query: Query<'_>) -> Result<Outcome, ApiError> {
         match self.common().query(query).await {
             Ok(outcome) => Ok(outcome),
-            Err(Gone) => {
+            Err(SessionEnded) => {
                 let again = self.common().query(query).await;
-                again.map_err(|Gone| ApiError::unavailable())
+                again.map_err(|SessionEnded| ApiError::unavailable())
             }
         }
     }
@@ -75,7 +75,7 @@ impl App {
 struct Counter {
     /// Its value. Programs whose numbers have 53 bits read `value_s`.
     value: i64,
-    /// The same as a string.
+    /// The value as a string.
     #[schema(value_type = String, pattern = "^-?[0-9]+$")]
     value_s: String,
 }
@@ -111,10 +111,8 @@ struct SetCounter {
     responses((status = 200, description = "Its value.", body = Counter), Refusals)
 )]
 async fn get_counter(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    match app.query_common(Query::Counter { key: &key }).await? {
-        Outcome::Number(value) => Ok(Counter::reply(value)),
-        other => Err(answer::refused(&other)),
-    }
+    let outcome = app.query_common(Query::Counter { key: &key }).await?;
+    answer::number(&outcome).map(Counter::reply)
 }
 
 /// Sets a counter.
@@ -160,10 +158,7 @@ async fn add_counter(
     };
     let answer =
         app.call_common(Command::Add(command::Add { key: &key, delta, decrement })).await?;
-    match answer.outcome() {
-        Outcome::Number(value) => Ok(Counter::reply(*value)),
-        other => Err(answer::refused(other)),
-    }
+    answer::number(answer.outcome()).map(Counter::reply)
 }
 
 // ---- Key-value entries ----
@@ -178,7 +173,7 @@ struct Entry<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     value: Option<Cow<'a, str>>,
-    /// Of its last change, for `if_revision`.
+    /// The revision of its last change, for `if_revision`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, pattern = "^[0-9]+$")]
     revision: Option<Decimal>,
@@ -194,7 +189,7 @@ struct PutEntry {
     /// Time to live; 0 or nothing: for ever.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     ttl_s: Option<u64>,
-    /// The same in milliseconds.
+    /// Time to live in milliseconds; instead of `ttl_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     ttl_ms: Option<u64>,
     /// Only if the entry was last changed at this revision.
@@ -345,7 +340,7 @@ struct Pop {
     /// How long to wait for an item; more than 0 needs a session.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     timeout_s: Option<u64>,
-    /// The same in milliseconds.
+    /// How long to wait, in milliseconds; instead of `timeout_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     timeout_ms: Option<u64>,
 }
@@ -413,10 +408,7 @@ async fn push(
     let (end, value) =
         (body.end.map_or(End::Right, End::from), check::value(body.value.as_bytes())?);
     let answer = app.call_common(Command::Push(command::Push { key: &key, end, value })).await?;
-    match answer.outcome() {
-        Outcome::Number(length) => Ok(reply(&Length { length: *length })),
-        other => Err(answer::refused(other)),
-    }
+    Ok(reply(&Length { length: answer::number(answer.outcome())? }))
 }
 
 /// Takes an item from one end of a list; with a timeout a long poll.
@@ -457,7 +449,7 @@ async fn pop(
         other => return Err(answer::refused(other)),
     };
     let status = if told.is_some() { "ok" } else { "empty" };
-    Ok(answer::give(answer, &Popped { status, value: told.as_ref().map(text) }))
+    Ok(answer::giving(answer, &Popped { status, value: told.as_ref().map(text) }))
 }
 
 /// Items of a list.
@@ -524,10 +516,7 @@ impl App {
     }
 
     async fn length(&self, key: &[u8]) -> Result<i64, ApiError> {
-        match self.query_common(Query::Length { key }).await? {
-            Outcome::Number(length) => Ok(length),
-            other => Err(answer::refused(&other)),
-        }
+        answer::number(&self.query_common(Query::Length { key }).await?)
     }
 }
 
@@ -575,7 +564,7 @@ struct Meet {
     /// 0 or nothing: only if this is the last one to arrive.
     #[schema(minimum = 0, maximum = 9223372036_i64)]
     timeout_s: Option<u64>,
-    /// The same in milliseconds.
+    /// How long to wait, in milliseconds; instead of `timeout_s`.
     #[schema(minimum = 0, maximum = 9223372036000_i64)]
     timeout_ms: Option<u64>,
 }
@@ -661,10 +650,7 @@ async fn publish(
     let payload = check::payload(&channel, payload.as_bytes())?;
     let answer =
         app.call_common(Command::Signal(command::Signal { channel: &channel, payload })).await?;
-    match answer.outcome() {
-        Outcome::Number(delivered) => Ok(reply(&Published { delivered: *delivered })),
-        other => Err(answer::refused(other)),
-    }
+    Ok(reply(&Published { delivered: answer::number(answer.outcome())? }))
 }
 
 fn text(bytes: &Bytes) -> Cow<'_, str> {

@@ -32,7 +32,7 @@ use crate::audit::{AuditEvent, By, Via};
 use crate::frontend::admission::NotServed;
 use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
-use crate::frontend::line::translate::{self, Asked, ClientFeatures};
+use crate::frontend::line::translate::{self, ClientFeatures};
 use crate::frontend::pool::Pool;
 use crate::operate::{self, Backup};
 use crate::report;
@@ -145,8 +145,17 @@ enum Phase {
 #[derive(Clone, Copy)]
 struct Open {
     op: Op,
-    /// None while a text is being made.
+    /// Whether it may wait by its own will.
+    may_wait: bool,
+    /// Where what it may be given lives; none while a text is being made.
     place: Option<Place>,
+}
+
+impl Open {
+    /// A request that is given nothing and does not wait.
+    fn new(op: Op) -> Self {
+        Self { op, may_wait: false, place: None }
+    }
 }
 
 /// Answers that another thread makes, one at a time.
@@ -564,7 +573,7 @@ impl Connection {
         // In memory only a wait is not answered at once. Behind a log nothing is.
         let replicated = self.service.engine.is_replicated();
         let comes_soon = |open: &Open| {
-            let waits = may_wait(open.op) && self.now >= self.linger_until;
+            let waits = open.may_wait && self.now >= self.linger_until;
             open.place.is_none() || replicated && !waits
         };
         let blocked = self.blocked.as_ref().map(|(_, open)| open);
@@ -848,47 +857,66 @@ impl Connection {
                 }
             }
         }
-        match translate::ask(request, rand::random) {
-            Asked::Command(mut command) => {
-                if matches!(request, Request::ForceRelease { .. }) {
-                    // Each attempt of an operator is written down, so there is one.
-                    self.undecided = None;
-                } else {
-                    self.set_time_to_decide(Some(&mut command));
-                }
-                let given = command.key().filter(|_| command.gift().is_some());
-                let place = given.map(|key| self.service.engine.place(key));
-                let keep = self.kept && self.numbered;
-                let submitted = self.service.engine.submit(&self.me, id, keep, command, flushes);
-                self.audit(request, &submitted);
-                self.resolve(op, id, number, place, submitted);
+        match *request {
+            Request::Command(Command::Cancel(_) | Command::Acknowledge(_)) => {
+                self.handle_own(op, id, number, request, was_fresh, flushes);
             }
-            Asked::Query(query) => {
+            Request::Command(mut command) => {
+                self.set_time_to_decide(Some(&mut command));
+                let (open, submitted) = self.submit(op, id, command, flushes);
+                self.resolve(open, id, number, submitted);
+            }
+            Request::ForceRelease { command, reason, .. } => {
+                // Each attempt of an operator is written down, so there is one.
+                self.undecided = None;
+                let (open, submitted) = self.submit(op, id, command.into(), flushes);
+                let (key, fence) = (command.key.to_vec(), command.fence.0);
+                let event = AuditEvent::EndHold { key, fence };
+                self.service.audit.note(&self.by(), event, reason, known(&submitted));
+                self.resolve(open, id, number, submitted);
+            }
+            Request::Query(query) => {
                 self.set_time_to_decide(None);
                 let submitted = self.service.engine.query(&self.me, id, query);
-                self.resolve(op, id, number, None, submitted);
+                self.resolve(Open::new(op), id, number, submitted);
             }
-            Asked::NotHeld => self.respond(number, &Response::Error(ErrorCode::Error)),
-            Asked::Connection => self.handle_own(op, id, number, request, was_fresh, flushes),
+            Request::EndSession { .. }
+            | Request::Cluster { .. }
+            | Request::Auth { .. }
+            | Request::Hello { .. }
+            | Request::StableRef { .. }
+            | Request::Ping
+            | Request::Stats
+            | Request::Barrier
+            | Request::Inspect { .. }
+            | Request::Ls { .. } => self.handle_own(op, id, number, request, was_fresh, flushes),
         }
     }
 
-    /// Answers a request, or waits for its answer.
-    fn resolve(
-        &mut self,
+    fn submit(
+        &self,
         op: Op,
         id: RequestId,
-        number: Option<u64>,
-        place: Option<Place>,
-        submitted: Submitted,
-    ) {
+        command: Command<'_>,
+        flushes: &mut PendingFlushes,
+    ) -> (Open, Submitted) {
+        let engine = &self.service.engine;
+        let given = command.key().filter(|_| command.gift().is_some());
+        let place = given.map(|key| engine.place(key));
+        let open = Open { op, may_wait: command.may_wait(), place };
+        let keep = self.kept && self.numbered;
+        (open, engine.submit(&self.me, id, keep, command, flushes))
+    }
+
+    /// Answers a request, or waits for its answer.
+    fn resolve(&mut self, open: Open, id: RequestId, number: Option<u64>, submitted: Submitted) {
         match submitted {
             Submitted::Done(Outcome::Items(items)) if are_many(&items) => {
-                self.make_items(id, op, items);
+                self.make_items(id, open.op, items);
             }
             Submitted::Done(outcome) if self.is_undecided(&outcome) => self.wait_to_ask_again(),
-            Submitted::Done(outcome) => self.answer(op, number, place, outcome),
-            Submitted::Later(place) => self.wait(id, op, Some(place)),
+            Submitted::Done(outcome) => self.answer(open.op, number, open.place, outcome),
+            Submitted::Later(place) => self.wait(id, Open { place: Some(place), ..open }),
             Submitted::Gone => self.close(),
         }
     }
@@ -904,7 +932,7 @@ impl Connection {
     }
 
     /// Requests about the connection or the server.
-    #[expect(clippy::wildcard_enum_match_arm, reason = "`translate::ask` names every request")]
+    #[expect(clippy::wildcard_enum_match_arm, reason = "`handle_request` names every request")]
     fn handle_own(
         &mut self,
         op: Op,
@@ -920,7 +948,7 @@ impl Connection {
             Request::Barrier => {
                 self.set_time_to_decide(None);
                 let submitted = self.service.engine.barrier(&self.me, id);
-                self.resolve(op, id, number, None, submitted);
+                self.resolve(Open::new(op), id, number, submitted);
             }
             Request::StableRef { .. } => {
                 let first = !std::mem::replace(&mut self.has_reference, true);
@@ -957,17 +985,16 @@ impl Connection {
                     }
                 });
             }
-            Request::Cancel { number: cancelled } if self.numbered => {
-                let cancelled = RequestId(cancelled);
+            Request::Command(Command::Cancel(command::Cancel { request: cancelled }))
+                if self.numbered =>
+            {
                 let open = self.open.as_ref().and_then(|open| open.get(&cancelled));
                 if let Some(&Open { place: Some(place), .. }) = open {
                     self.service.engine.cancel(&self.me, cancelled, place, flushes);
                 }
                 self.respond(number, &Response::Ok);
             }
-            Request::Ack { number: up_to } if self.numbered => {
-                let command =
-                    Command::Acknowledge(command::Acknowledge { up_to: RequestId(up_to) });
+            Request::Command(command @ Command::Acknowledge(_)) if self.numbered => {
                 if self.service.engine.submit(&self.me, id, false, command, flushes)
                     == Submitted::Gone
                 {
@@ -979,7 +1006,7 @@ impl Connection {
                 let submitted = self.service.engine.kick(&self.me, id, SessionId(session), flushes);
                 let event = AuditEvent::EndSession { session };
                 self.service.audit.note(&self.by(), event, reason, known(&submitted));
-                self.resolve(op, id, number, None, submitted);
+                self.resolve(Open::new(op), id, number, submitted);
             }
             Request::Cluster { verb, json, .. } => {
                 let backup = Arc::clone(self.backup.get_or_insert_default());
@@ -1005,7 +1032,7 @@ impl Connection {
         pool: Arc<Pool>,
         make: impl FnOnce(&Service) -> Text + Send + 'static,
     ) {
-        self.wait(request, op, None);
+        self.wait(request, Open::new(op));
         let job = TextJob { request, pool, make: Box::new(make) };
         self.texts.get_or_insert_default().waiting.push_back(job);
         self.make_next_text();
@@ -1042,8 +1069,7 @@ impl Connection {
         }));
     }
 
-    fn wait(&mut self, id: RequestId, op: Op, place: Option<Place>) {
-        let request = Open { op, place };
+    fn wait(&mut self, id: RequestId, request: Open) {
         self.expected_bytes += self.answer_bytes_max(request);
         match &mut self.open {
             Some(open) => {
@@ -1081,7 +1107,7 @@ impl Connection {
 
     fn answer_open(&mut self, id: RequestId, outcome: Outcome) {
         // Not there: it was asked on an earlier connection of this session and will be repeated.
-        let Some(Open { op, place }) = self.take_open(id) else { return };
+        let Some(Open { op, place, .. }) = self.take_open(id) else { return };
         let number = self.number_of(id);
         if let Some(greeting) = self.greeting.take() {
             if outcome == Outcome::Refused(Refusal::MaxSessions) {
@@ -1154,13 +1180,6 @@ impl Connection {
     fn close(&mut self) {
         if self.phase != Phase::Over {
             self.phase = Phase::Closing(self.now);
-        }
-    }
-
-    fn audit(&self, request: &Request<'_>, submitted: &Submitted) {
-        if let Request::ForceRelease { key, fence, reason, .. } = *request {
-            let event = AuditEvent::EndHold { key: key.to_vec(), fence };
-            self.service.audit.note(&self.by(), event, reason, known(submitted));
         }
     }
 
@@ -1241,25 +1260,6 @@ impl Connection {
 /// Whether items of a list are too many to be written down at once on a thread that serves others as well.
 fn are_many(items: &[Bytes]) -> bool {
     items.iter().map(|item| item.len()).sum::<usize>() > ITEMS_BYTES_AT_ONCE
-}
-
-/// Whether a request may wait by its own will.
-fn may_wait(op: Op) -> bool {
-    matches!(
-        op,
-        Op::L
-            | Op::W
-            | Op::Sl
-            | Op::Sw
-            | Op::Rl
-            | Op::Wl
-            | Op::Rw
-            | Op::Ww
-            | Op::Elect
-            | Op::Blpop
-            | Op::Brpop
-            | Op::Bwait
-    )
 }
 
 /// Whether what an operator named was there, for the log; not known yet behind a log of commands.

@@ -3,13 +3,12 @@
 
 use std::sync::Arc;
 
-use dflockd_core::{Outcome, Push, RequestId};
-use dflockd_engine::{Clock, PendingFlushes, Pushed, Sink};
+use dflockd_engine::{Clock, PendingFlushes};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::Notify;
 
 use crate::config::Config;
-use crate::frontend::line::connection::{Connection, Inbox, Message};
+use crate::frontend::line::connection::{Connection, Inbox};
 use crate::service::Service;
 
 /// A server in this process.
@@ -35,10 +34,10 @@ impl LocalServer {
 
     /// Serves one connection until it ends.
     pub async fn converse(&self, mut stream: impl AsyncRead + AsyncWrite + Unpin) {
-        let client = Arc::new(LocalClient::default());
-        let sink: Arc<dyn Sink> = Arc::<LocalClient>::clone(&client);
+        let (inbox, flushed) = (Arc::<Inbox>::default(), Arc::new(Notify::new()));
+        let notified = Arc::clone(&flushed);
+        let sink = inbox.sink(move |_| notified.notify_one());
         let me = self.service.engine.open(sink, "local".into());
-        let inbox = Arc::clone(&client.inbox);
         let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".into());
         let mut talk = Talk(connection);
         let connection = &mut talk.0;
@@ -70,7 +69,7 @@ impl LocalServer {
                     Ok(count) => connection.handle_input(&input[..count], &mut flushes),
                     Err(_) => break,
                 },
-                () = client.flushed.notified() => connection.handle_messages(&mut flushes),
+                () = flushed.notified() => connection.handle_messages(&mut flushes),
                 () = deadline => connection.handle_time(&mut flushes),
             }
             flushes.run();
@@ -92,33 +91,5 @@ impl Drop for Talk {
 impl Drop for LocalServer {
     fn drop(&mut self) {
         self.service.engine.stop();
-    }
-}
-
-#[derive(Default)]
-struct LocalClient {
-    inbox: Arc<Inbox>,
-    flushed: Notify,
-}
-
-impl Sink for LocalClient {
-    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
-        self.inbox.put(Message::Reply(request, outcome))
-    }
-
-    fn push(&self, push: Push) -> Pushed {
-        self.inbox.put(Message::Push(push))
-    }
-
-    fn overflow(&self) {
-        self.inbox.overflow();
-    }
-
-    fn close(&self) {
-        self.inbox.close();
-    }
-
-    fn flush(&self) {
-        self.flushed.notify_one();
     }
 }

@@ -11,15 +11,15 @@ use std::net::{Shutdown, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_core::{Outcome, Push, RequestId, Timestamp};
-use dflockd_engine::{PendingFlushes, Pushed, Sink};
+use dflockd_core::Timestamp;
+use dflockd_engine::PendingFlushes;
 use mio::net::TcpStream;
 use parking_lot::Mutex;
 use rustls::{ServerConfig, ServerConnection};
 use socket2::{SockRef, TcpKeepalive};
 
 use super::worker::{Order, Worker};
-use crate::frontend::line::connection::{Connection, Inbox, Message};
+use crate::frontend::line::connection::{Connection, Inbox};
 
 /// Output buffers larger than this are not kept for reuse.
 const SPARE_BYTES_MAX: usize = 256 * 1024;
@@ -27,8 +27,6 @@ const SPARE_BYTES_MAX: usize = 256 * 1024;
 /// come back when slow readers have taken in what waited for them.
 const SPARES_MAX: usize = DEPTH_MAX as usize + 1;
 const KEEPALIVE: Duration = Duration::from_secs(30);
-/// How long a full reader is waited for while another thread serves it.
-const PATIENCE: Duration = Duration::from_millis(5);
 /// How many connections may be served within each other, because requests that waited in one concern the
 /// next. Those further down the line are left to their workers, or a long line would exhaust the stack.
 const DEPTH_MAX: u32 = 8;
@@ -105,37 +103,6 @@ pub(super) enum Cause {
     Revoke,
 }
 
-impl Sink for ClientSocket {
-    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
-        self.inbox.put(Message::Reply(request, outcome))
-    }
-
-    fn push(&self, push: Push) -> Pushed {
-        self.inbox.put(Message::Push(push))
-    }
-
-    fn overflow(&self) {
-        self.inbox.overflow();
-    }
-
-    fn close(&self) {
-        self.inbox.close();
-    }
-
-    fn cut(&self) {
-        self.inbox.cut();
-    }
-
-    fn flush(&self) {
-        self.attend(Duration::ZERO);
-    }
-
-    fn flush_urgently(&self) {
-        // Not for ever: it may be waiting for us.
-        self.attend(PATIENCE);
-    }
-}
-
 impl ClientSocket {
     /// Begins the conversation.
     pub(super) fn open(
@@ -165,7 +132,8 @@ impl ClientSocket {
             talk: Mutex::new(None),
         });
         let label: Arc<str> = address.to_string().into();
-        let sink: Arc<dyn Sink> = Arc::<Self>::clone(&client);
+        let served = Arc::clone(&client);
+        let sink = client.inbox.sink(move |patience| served.flush_within(patience));
         let me = service.engine.open(sink, Arc::clone(&label));
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
         let connection = Connection::new(Arc::clone(service), Arc::clone(&client.inbox), me, label)
@@ -182,7 +150,7 @@ impl ClientSocket {
     }
 
     /// Does what there is to do. Called by the worker only.
-    pub(super) fn turn(&self, cause: Cause, buffer: &mut [u8]) -> Next {
+    pub(super) fn handle(&self, cause: Cause, buffer: &mut [u8]) -> Next {
         let mut flushes = PendingFlushes::new();
         let next = {
             let mut talk = self.talk.lock();
@@ -254,7 +222,7 @@ impl ClientSocket {
     }
 
     /// Handles what others left in the inbox, and then what comes of that for others.
-    fn attend(&self, patience: Duration) {
+    fn flush_within(&self, patience: Duration) {
         let Some(_deeper) = Deeper::go() else { return self.worker.order(Order::Look(self.slot)) };
         let mut flushes = PendingFlushes::new();
         self.serve(&mut flushes, patience);

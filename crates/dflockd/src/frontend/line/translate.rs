@@ -1,121 +1,10 @@
-//! The line protocol and the core: requests to commands, outcomes to responses. HTTP and gRPC make commands in their
-//! handlers.
-
-use std::time::Duration;
+//! What the core says, in the line protocol: outcomes to responses, pushes to pushes.
 
 use dflockd_core as core;
-use dflockd_core::{
-    Command, Event, Expect, Fence, LeaderEvent, LostReason, Outcome, Query, Refusal, Subscription,
-    command,
-};
-use dflockd_wire::{ErrorCode, Op, Push, Request, Response, TokenText};
+use dflockd_core::{Fence, Outcome, Refusal};
+use dflockd_wire::{ErrorCode, Op, Push, Response};
 
-use crate::service::{ANSWER_BYTES_MAX, span};
-
-/// What a request asks of the engine.
-pub(crate) enum Asked<'a> {
-    Command(Command<'a>),
-    Query(Query<'a>),
-    /// It names a token that nobody can hold.
-    NotHeld,
-    /// It is for the connection itself.
-    Connection,
-}
-
-pub(crate) fn ask<'a>(request: &Request<'a>, salt: impl FnOnce() -> u64) -> Asked<'a> {
-    let command = match *request {
-        Request::Acquire { mode, key, wait, lease } => Command::Acquire(command::Acquire {
-            key,
-            mode,
-            wait: span(wait),
-            lease: lease.map(span),
-            salt: salt(),
-        }),
-        Request::Enqueue { mode, key, lease } => {
-            Command::Enqueue(command::Enqueue { key, mode, lease: lease.map(span), salt: salt() })
-        }
-        Request::Wait { space, key, wait } => {
-            Command::Wait(command::Wait { key, space, wait: span(wait) })
-        }
-        Request::Release { space, key, token, resign } => {
-            let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Release(command::Release { key, space, token, resign })
-        }
-        Request::Renew { space, key, token, lease } => {
-            let Some(token) = token_of(token) else { return Asked::NotHeld };
-            Command::Renew(command::Renew { key, space, token, lease: lease.map(span) })
-        }
-        Request::Add { key, delta, decrement } => {
-            Command::Add(command::Add { key, delta, decrement })
-        }
-        Request::CounterSet { key, value } => {
-            Command::CounterSet(command::CounterSet { key, value })
-        }
-        Request::KvSet { key, value, ttl } => {
-            Command::KvSet(command::KvSet { key, value, ttl: ttl.map(span) })
-        }
-        Request::KvDelete { key } => Command::KvDelete(command::KvDelete { key }),
-        Request::KvCompareAndSet { key, old, new, ttl } => {
-            Command::KvCompareAndSet(command::KvCompareAndSet {
-                key,
-                expect: old.map_or(Expect::Absent, Expect::Value),
-                value: new,
-                ttl: ttl.map(span),
-            })
-        }
-        Request::Push { key, end, value } => Command::Push(command::Push { key, end, value }),
-        Request::Pop { key, end } => Command::Pop(command::Pop { key, end, wait: None }),
-        Request::BlockingPop { key, end, wait } => {
-            Command::Pop(command::Pop { key, end, wait: Some(span(wait)) })
-        }
-        Request::BarrierWait { key, count, wait } => {
-            Command::BarrierWait(command::BarrierWait { key, count, wait: span(wait) })
-        }
-        Request::Signal { channel, payload } => {
-            Command::Signal(command::Signal { channel, payload })
-        }
-        Request::Listen { pattern, group } => {
-            Command::Subscribe(command::Subscribe { to: Subscription::Signals { pattern, group } })
-        }
-        Request::Unlisten { pattern, group } => Command::Unsubscribe(command::Unsubscribe {
-            from: Subscription::Signals { pattern, group },
-        }),
-        Request::Watch { pattern } => Command::Subscribe(command::Subscribe {
-            to: Subscription::Changes { pattern, from: None },
-        }),
-        Request::Unwatch { pattern } => Command::Unsubscribe(command::Unsubscribe {
-            from: Subscription::Changes { pattern, from: None },
-        }),
-        Request::Observe { key } => {
-            Command::Subscribe(command::Subscribe { to: Subscription::Leaders { key } })
-        }
-        Request::Unobserve { key } => {
-            Command::Unsubscribe(command::Unsubscribe { from: Subscription::Leaders { key } })
-        }
-        Request::CounterGet { key } => return Asked::Query(Query::Counter { key }),
-        Request::KvGet { key } => return Asked::Query(Query::Kv { key }),
-        Request::Length { key } => return Asked::Query(Query::Length { key }),
-        Request::Range { key, start, stop } => {
-            return Asked::Query(Query::Range { key, start, stop });
-        }
-        Request::ForceRelease { key, space, fence, .. } => {
-            Command::ForceRelease(command::ForceRelease { key, space, fence: Fence(fence) })
-        }
-        Request::Auth { .. }
-        | Request::Ping
-        | Request::Stats
-        | Request::Barrier
-        | Request::StableRef { .. }
-        | Request::Hello { .. }
-        | Request::Cancel { .. }
-        | Request::Ack { .. }
-        | Request::Inspect { .. }
-        | Request::Ls { .. }
-        | Request::EndSession { .. }
-        | Request::Cluster { .. } => return Asked::Connection,
-    };
-    Asked::Command(command)
-}
+use crate::service::ANSWER_BYTES_MAX;
 
 /// How a connection wants its answers.
 #[derive(Clone, Copy, Default)]
@@ -139,17 +28,17 @@ pub(crate) fn respond<'a>(
     match outcome {
         Outcome::Done => Response::Ok,
         Outcome::Granted(grant) => Response::Granted {
-            token: text_of(grant.token),
-            lease: duration(grant.lease),
+            token: grant.token,
+            lease: grant.lease,
             fence: fence(grant.token.fence),
         },
         Outcome::Acquired(grant) => Response::Acquired {
-            token: text_of(grant.token),
-            lease: duration(grant.lease),
+            token: grant.token,
+            lease: grant.lease,
             fence: fence(grant.token.fence),
         },
         Outcome::Renewed { fence: renewed, lease } => {
-            Response::Renewed { remaining: duration(*lease), fence: fence(*renewed) }
+            Response::Renewed { remaining: *lease, fence: fence(*renewed) }
         }
         Outcome::Queued => Response::Queued,
         // A member of a cluster that follows version 1 ends a pop like a lock.
@@ -202,46 +91,11 @@ pub(crate) fn no_session(outcome: &Outcome) -> ErrorCode {
 pub(crate) fn push(push: &core::Push) -> Push<'_> {
     match push {
         core::Push::Signal { channel, payload } => Push::Signal { channel, payload },
-        core::Push::Change(change) => {
-            Push::Watch { event: event_name(change.event), key: &change.key }
-        }
-        core::Push::Leader { event, key } => {
-            let event = match event {
-                LeaderEvent::Elected => "elected",
-                LeaderEvent::Resigned => "resigned",
-                LeaderEvent::Failover => "failover",
-            };
-            Push::Leader { event, key }
-        }
+        core::Push::Change(change) => Push::Watch { event: change.event.name(), key: &change.key },
+        core::Push::Leader { event, key } => Push::Leader { event: event.name(), key },
         core::Push::Lost { key, fence, reason } => {
-            let reason = match reason {
-                LostReason::Expired => "expired",
-                LostReason::Forced => "forced",
-                LostReason::Session => "session",
-            };
-            Push::Lost { key, fence: fence.0, reason }
+            Push::Lost { key, fence: fence.0, reason: reason.name() }
         }
-    }
-}
-
-pub(crate) fn event_name(event: Event) -> &'static str {
-    match event {
-        Event::Acquire => "acquire",
-        Event::Release => "release",
-        Event::Elect => "elect",
-        Event::Resign => "resign",
-        Event::Incr => "incr",
-        Event::Decr => "decr",
-        Event::Cset => "cset",
-        Event::Kset => "kset",
-        Event::Kdel => "kdel",
-        Event::Kcas => "kcas",
-        Event::Lpush => "lpush",
-        Event::Rpush => "rpush",
-        Event::Lpop => "lpop",
-        Event::Rpop => "rpop",
-        Event::Blpop => "blpop",
-        Event::Brpop => "brpop",
     }
 }
 
@@ -266,17 +120,4 @@ pub(crate) fn print_items(values: &[core::Bytes], out: &mut Vec<u8>) -> bool {
     }
     out.push(b']');
     true
-}
-
-fn token_of(text: &[u8]) -> Option<core::Token> {
-    let (fence, salt) = TokenText::parse(text)?;
-    Some(core::Token { fence: Fence(fence), salt })
-}
-
-fn text_of(token: core::Token) -> TokenText {
-    TokenText::from_parts(token.fence.0, token.salt)
-}
-
-fn duration(span: core::Span) -> Duration {
-    Duration::from_nanos(span.0)
 }

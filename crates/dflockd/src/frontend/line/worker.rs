@@ -194,12 +194,12 @@ impl EventLoop {
             for event in events.iter().filter(|event| event.token() != WAKER) {
                 let last = event.is_read_closed() || event.is_error();
                 let readable = event.is_readable() || last;
-                self.turn(event.token().0, Cause::Socket { readable, last });
+                self.handle(event.token().0, Cause::Socket { readable, last });
             }
             for slot in std::mem::take(&mut self.again) {
                 if let Some(client) = self.clients.get_mut(slot) {
                     client.comes_again = false;
-                    self.turn(slot, Cause::Called);
+                    self.handle(slot, Cause::Called);
                 }
             }
             self.look_at_time();
@@ -260,14 +260,14 @@ impl EventLoop {
     }
 
     /// Turns to one connection. If that panics, it is the end of this connection only.
-    fn turn(&mut self, slot: usize, cause: Cause) {
+    fn handle(&mut self, slot: usize, cause: Cause) {
         let Some(Client { socket, lingers, .. }) = self.clients.get(slot) else { return };
         let lingers = *lingers;
         let turn = AssertUnwindSafe(|| {
             if lingers {
                 socket.drop_input(&mut self.buffer)
             } else {
-                socket.turn(cause, &mut self.buffer)
+                socket.handle(cause, &mut self.buffer)
             }
         });
         match catch_unwind(turn).unwrap_or(Next::End) {
@@ -307,7 +307,7 @@ impl EventLoop {
             if client.lingers {
                 self.remove(slot);
             } else {
-                self.turn(slot, Cause::Time);
+                self.handle(slot, Cause::Time);
             }
         }
     }
@@ -318,15 +318,15 @@ impl EventLoop {
         for order in orders.drain(..) {
             match order {
                 Order::Join(stream, address, permit) => self.join(stream, address, permit),
-                Order::Look(slot) => self.turn(slot, Cause::Called),
+                Order::Look(slot) => self.handle(slot, Cause::Called),
                 Order::Drain => {
                     for slot in self.slots() {
-                        self.turn(slot, Cause::Drain);
+                        self.handle(slot, Cause::Drain);
                     }
                 }
                 Order::Revoke => {
                     for slot in self.slots() {
-                        self.turn(slot, Cause::Revoke);
+                        self.handle(slot, Cause::Revoke);
                     }
                 }
                 Order::Close => self.close_all(),
@@ -372,7 +372,7 @@ impl EventLoop {
             trace: telemetry.map(|telemetry| Box::new(telemetry.connection(address))),
             _permit: permit,
         });
-        self.turn(slot, Cause::Called);
+        self.handle(slot, Cause::Called);
         Ok(())
     }
 
@@ -388,7 +388,7 @@ impl EventLoop {
         self.timers.remove(&(client.looks_at, slot));
         client.looks_at = Timestamp::NEVER;
         self.set_timer(slot, until);
-        self.turn(slot, Cause::Called);
+        self.handle(slot, Cause::Called);
     }
 
     /// True if the client should see an orderly end.

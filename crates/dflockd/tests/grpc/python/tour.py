@@ -237,7 +237,7 @@ def operator(channel, opened, grant):
     assert mine[0].client == "python" and mine[0].metadata["language"] == "python", listed
     followed = Stream(stub.Audit(admin_pb2.AuditRequest(follow=True), metadata=admin))
     first = followed.next()
-    assert (first.number, first.what, first.door, first.done) == (1, "force-release", "grpc", True), first
+    assert (first.number, first.what, first.api, first.done) == (1, "force-release", "grpc", True), first
     assert (first.key, first.fence, first.reason) == (b"k", grant.fence, "the tour"), first
     stub.EndSession(admin_pb2.EndSessionRequest(number=opened.number, reason="the tour"), metadata=admin)
     assert followed.next().session == opened.number

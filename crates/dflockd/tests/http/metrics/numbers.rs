@@ -141,9 +141,9 @@ fn every_kind_of_thing_is_counted() {
     assert_eq!(page.get("dflockd_line_requests_total", &[("command", "hello")]), 3.0);
 
     assert_eq!(page.get("dflockd_connections", &[]), 3.0);
-    assert_eq!(page.get("dflockd_open_connections", &[("door", "line")]), 3.0);
-    assert!(page.get("dflockd_open_connections", &[("door", "http")]) >= 1.0);
-    assert_eq!(page.get("dflockd_open_sessions", &[("door", "line")]), 3.0);
+    assert_eq!(page.get("dflockd_open_connections", &[("api", "line")]), 3.0);
+    assert!(page.get("dflockd_open_connections", &[("api", "http")]) >= 1.0);
+    assert_eq!(page.get("dflockd_open_sessions", &[("api", "line")]), 3.0);
     assert_eq!(page.get("dflockd_http_sessions", &[]), 2.0, "a session and a stream");
 
     let answers = |method, path, status| {
@@ -174,7 +174,7 @@ fn clients_that_are_sent_away_are_counted() {
     let page =
         scrape_until(&site, "a free seat", |page| page.get("dflockd_connections", &[]) == 0.0);
     let failures = |page: &Scrape, api, token| {
-        page.get("dflockd_auth_failures_total", &[("door", api), ("token", token)])
+        page.get("dflockd_auth_failures_total", &[("api", api), ("token", token)])
     };
     assert_eq!(failures(&page, "line", "client"), 1.0);
     let mut first = site.line();
@@ -182,7 +182,7 @@ fn clients_that_are_sent_away_are_counted() {
     site.line().expect_end();
     site.wire().ask(&Ask::get("/metrics")).refused(401, "unauthorized");
     let page = scrape(&site);
-    assert_eq!(page.get("dflockd_connections_refused_total", &[("door", "line")]), 1.0);
+    assert_eq!(page.get("dflockd_connections_refused_total", &[("api", "line")]), 1.0);
     assert_eq!(failures(&page, "http", "client"), 1.0);
     assert_eq!(failures(&page, "http", "admin"), 0.0);
 }
@@ -219,8 +219,7 @@ fn members_of_a_cluster_have_all_their_metrics() {
     let session = members.follower().session();
     for round in 0..10 {
         let key = key(&format!("k{round}"));
-        let grant = session.lock(&key);
-        session.unlock(&key, &grant);
+        session.lock_and_unlock(&key);
     }
     let mutex = [("primitive", "mutex")];
     let mut leaders = 0.0;

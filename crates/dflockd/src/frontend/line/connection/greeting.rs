@@ -7,7 +7,7 @@ use dflockd_core::{Outcome, RequestId};
 use dflockd_engine::{Attaching, Attachment, PendingFlushes, SessionSecret, Submitted};
 use dflockd_wire::{ErrorCode, Op, Response, Unit};
 
-use super::Connection;
+use super::{Connection, Open};
 use crate::frontend::line::translate;
 
 /// Attempts to attach to a session that does not exist, after which a connection is closed.
@@ -48,8 +48,7 @@ impl Connection {
             }
         } else if words.contains(&"keep") {
             let (secret, submitted) = engine.keep(&self.me, id);
-            let digits: String = secret.0.iter().map(|byte| format!("{byte:02x}")).collect();
-            greeting.session = Some(format!("keep={digits}"));
+            greeting.session = Some(format!("keep={}", hex::encode(secret.0)));
             match submitted {
                 Submitted::Done(Outcome::Done) => {
                     let me = self.me.clone();
@@ -69,7 +68,8 @@ impl Connection {
 
     fn wait_greeting(&mut self, id: RequestId, greeting: Greeting) {
         self.greeting = Some(Box::new(greeting));
-        self.wait(id, Op::Hello, Some(self.service.engine.place(b"")));
+        let place = Some(self.service.engine.place(b""));
+        self.wait(id, Open { place, ..Open::new(Op::Hello) });
     }
 
     /// The session of the greeting is there, or is not to be had.
@@ -125,8 +125,7 @@ impl Connection {
 }
 
 fn parse_secret(digits: &str) -> Option<SessionSecret> {
-    if digits.len() != 32 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-        return None;
-    }
-    u128::from_str_radix(digits, 16).ok().map(|bits| SessionSecret(bits.to_be_bytes()))
+    let mut secret = [0; 16];
+    hex::decode_to_slice(digits, &mut secret).ok()?;
+    Some(SessionSecret(secret))
 }

@@ -6,15 +6,19 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use dflockd_core::{Outcome, Push, RequestId};
-use dflockd_engine::Pushed;
+use dflockd_engine::{Pushed, Sink};
 use parking_lot::Mutex;
 
 /// Push lines that may wait for a slow reader; one more and it is cut off.
 const PUSHES_MAX: usize = 64;
 /// From here on a push is urgent: its reader should be served before more is sent to it.
 pub(super) const PUSHES_URGENT: usize = PUSHES_MAX / 2;
+/// How long a thread with something urgent waits for another one that serves the connection. Not for ever: that one may
+/// be waiting for it.
+const PATIENCE: Duration = Duration::from_millis(5);
 
 /// What arrives from elsewhere.
 #[derive(Debug)]
@@ -126,7 +130,52 @@ impl Default for Inbox {
     }
 }
 
+/// The sink of a line connection: everything goes into its inbox.
+struct IntoInbox<F> {
+    inbox: Arc<Inbox>,
+    flush: F,
+}
+
+impl<F: Fn(Duration) + Send + Sync> Sink for IntoInbox<F> {
+    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
+        self.inbox.put(Message::Reply(request, outcome))
+    }
+
+    fn push(&self, push: Push) -> Pushed {
+        self.inbox.put(Message::Push(push))
+    }
+
+    fn overflow(&self) {
+        self.inbox.overflow();
+    }
+
+    fn close(&self) {
+        self.inbox.close();
+    }
+
+    fn cut(&self) {
+        self.inbox.cut();
+    }
+
+    fn flush(&self) {
+        (self.flush)(Duration::ZERO);
+    }
+
+    fn flush_urgently(&self) {
+        (self.flush)(PATIENCE);
+    }
+}
+
 impl Inbox {
+    /// The sink that a connection opens its session with. `flush` has the connection handle what is in the inbox; if
+    /// another thread serves the connection, it waits for that thread as long as it is told and no longer.
+    pub fn sink(
+        self: &Arc<Self>,
+        flush: impl Fn(Duration) + Send + Sync + 'static,
+    ) -> Arc<dyn Sink> {
+        Arc::new(IntoInbox { inbox: Arc::clone(self), flush })
+    }
+
     /// Sets how many bytes may wait for the client here and in the output.
     pub(super) fn set_bytes_max(&self, bytes_max: usize) {
         self.queue.lock().bytes_max = bytes_max;
@@ -138,7 +187,7 @@ impl Inbox {
     }
 
     /// Leaves a message. Full: the client must be cut off, see [`Inbox::overflow`].
-    pub fn put(&self, message: Message) -> Pushed {
+    pub(super) fn put(&self, message: Message) -> Pushed {
         let is_push = matches!(message, Message::Push(_));
         if matches!(message, Message::Push(Push::Lost { .. }))
             && !self.wants_lost.load(Ordering::Relaxed)
@@ -181,19 +230,19 @@ impl Inbox {
     }
 
     /// The client is too slow.
-    pub fn overflow(&self) {
+    fn overflow(&self) {
         self.overflowed.store(true, Ordering::Relaxed);
         self.ending.store(true, Ordering::Release);
     }
 
     /// The session is no longer this connection's.
-    pub fn close(&self) {
+    fn close(&self) {
         self.taken_over.store(true, Ordering::Relaxed);
         self.cut();
     }
 
     /// The connection ends; the session may go on elsewhere.
-    pub fn cut(&self) {
+    fn cut(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.ending.store(true, Ordering::Release);
     }
