@@ -20,9 +20,9 @@ pub fn host() -> IpAddr {
 /// Ports that no system gives out by itself, to a listener on port 0 or to a connection: what is free here stays free.
 const PORTS: std::ops::Range<u16> = 10_000..32_000;
 
-/// Free ports of an address, each given out once by this process, and by others only when they are through with theirs.
-/// Bound, but never listened on: a process that another test starts at this moment has a copy of each socket until it is
-/// the server, and a copy that listens would keep the port.
+/// Free ports of an address, each given out once by this process. Bound, but never listened on: a process that another
+/// test starts at this moment has a copy of each socket until it is the server, and a copy that listens would keep the
+/// port.
 pub fn free_addresses(host: impl Into<IpAddr>, count: usize) -> Vec<SocketAddr> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let host = host.into();
