@@ -4,12 +4,12 @@
 //! Input: the payload of an entry; or, if it is one, the context of a conf change.
 
 use dflockd_core::Timestamp;
-use dflockd_engine::replica::codec::{
+use dflockd_replica::codec::{
     Malformed, Section, begin_payload, decode_member_change, encode_member_change, put_batch,
     put_item, put_order, sections, stamp_of,
 };
-use dflockd_engine::replica::types::{Item, Order, Run};
-use dflockd_engine::replica::version::NEWEST;
+use dflockd_replica::types::{Item, Order, Run};
+use dflockd_replica::version::NEWEST;
 
 /// What a payload says.
 #[derive(Debug, PartialEq)]

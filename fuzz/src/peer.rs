@@ -3,7 +3,7 @@
 //!
 //! Input: one frame.
 
-use dflockd_engine::replica::codec::{Batch, Frame, Malformed, decode_message, encode_message};
+use dflockd_replica::codec::{Batch, Frame, Malformed, decode_message, encode_message};
 
 /// Decodes `data`.
 pub fn run(data: &[u8]) {

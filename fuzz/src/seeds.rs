@@ -2,17 +2,17 @@
 //! name or the form of a snapshot. `DFLOCKD_SEEDS=1 cargo test -p dflockd --test corpus` writes them.
 
 use dflockd_core::Timestamp;
-use dflockd_engine::replica::codec::{Batch, Frame, begin_payload, put_batch};
-use dflockd_engine::replica::types::Run;
+use dflockd_replica::codec::{Batch, Frame, begin_payload, put_batch};
+use dflockd_replica::types::Run;
 use dflockd_wire::{ERROR_CODES, OPS};
 
 use crate::apply;
 use crate::grpc::KINDS;
 
 // Every byte form of replicated mode, as the tests of the engine keep them.
-const ITEMS: &str = include_str!("../../crates/dflockd-engine/tests/golden/items.txt");
-const PAYLOADS: &str = include_str!("../../crates/dflockd-engine/tests/golden/payloads.txt");
-const FRAMES: &str = include_str!("../../crates/dflockd-engine/tests/golden/frames.txt");
+const ITEMS: &str = include_str!("../../crates/dflockd-replica/tests/golden/items.txt");
+const PAYLOADS: &str = include_str!("../../crates/dflockd-replica/tests/golden/payloads.txt");
+const FRAMES: &str = include_str!("../../crates/dflockd-replica/tests/golden/frames.txt");
 
 /// The seeds of `target`, with the names of their files.
 pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::rc::Rc;
 
-use dflockd_engine::replica::disk::Disk;
+use dflockd_replica::disk::Disk;
 
 use crate::rng::Rng;
 

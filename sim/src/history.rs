@@ -1,7 +1,7 @@
 //! What clients asked and what they were told.
 
 use dflockd_core::{Outcome, RequestId, SessionId};
-use dflockd_engine::replica::types::RaftId;
+use dflockd_replica::types::RaftId;
 
 use crate::op::Op;
 

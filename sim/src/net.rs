@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use dflockd_engine::replica::types::RaftId;
+use dflockd_replica::types::RaftId;
 
 use crate::plan::{Fault, MS, Plan};
 use crate::rng::Rng;

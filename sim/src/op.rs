@@ -1,8 +1,8 @@
 //! What clients ask for, as data of their own.
 
 use dflockd_core::{Command, Mode, OwnedCommand, SessionId, Span, Token};
-use dflockd_engine::replica::OwnedQuery;
-use dflockd_engine::replica::types::{Action, Bits128};
+use dflockd_replica::OwnedQuery;
+use dflockd_replica::types::{Action, Bits128};
 
 /// A request.
 #[derive(Clone, Debug)]

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use dflockd_core::{
     Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Timestamp, command,
 };
-use dflockd_engine::replica::codec::{self, Section};
-use dflockd_engine::replica::machine::{Event, Machine};
-use dflockd_engine::replica::types::{Action, Order};
+use dflockd_replica::codec::{self, Section};
+use dflockd_replica::machine::{Event, Machine};
+use dflockd_replica::types::{Action, Order};
 use raft::eraftpb::{Entry, EntryType};
 
 use crate::invariants::{self, Broken};

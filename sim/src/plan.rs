@@ -1,6 +1,6 @@
 //! What a seed decides before anything happens: the cluster, the load, and which of all faults it will see.
 
-use dflockd_engine::replica::types::AutoRelease;
+use dflockd_replica::types::AutoRelease;
 
 use crate::rng::Rng;
 

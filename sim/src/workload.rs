@@ -6,8 +6,8 @@ use dflockd_core::{
     Command, End, Expect, Fence, Mode, Outcome, Push, RequestId, Revision, SessionId, Space, Span,
     Subscription, Timestamp, Token, command,
 };
-use dflockd_engine::replica::OwnedQuery;
-use dflockd_engine::replica::types::{AutoRelease, Bits128, RaftId};
+use dflockd_replica::OwnedQuery;
+use dflockd_replica::types::{AutoRelease, Bits128, RaftId};
 
 use crate::op::Op;
 use crate::oracle;

@@ -11,13 +11,11 @@ use bytes::Bytes;
 use dflockd_core::{
     Command, Effect, Limits, Outcome, Push, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
-use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
-use dflockd_engine::replica::log::{
-    LogBatch, LogOptions, LogStore, OpenError, Room, write_snapshot,
-};
-use dflockd_engine::replica::machine::{Event as MachineEvent, Machine};
-use dflockd_engine::replica::types::{Action, Item, Member, Policy, RaftId, Run, Start};
-use dflockd_engine::replica::{
+use dflockd_replica::admin::{AdminRequest, AdminResult};
+use dflockd_replica::log::{LogBatch, LogOptions, LogStore, OpenError, Room, write_snapshot};
+use dflockd_replica::machine::{Event as MachineEvent, Machine};
+use dflockd_replica::types::{Action, Item, Member, Policy, RaftId, Run, Start};
+use dflockd_replica::{
     LogWrite, MadeSnapshot, NodeEvent, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob,
     note,
 };
@@ -457,7 +455,7 @@ impl World {
             start: Start {
                 disk: node.disk_id,
                 client_addr: node.name.clone(),
-                version: dflockd_engine::replica::version::NEWEST,
+                version: dflockd_replica::version::NEWEST,
                 witness: node.witness,
             },
             snapshot_entries: self.plan.snapshot_entries,
@@ -1104,7 +1102,7 @@ impl World {
                 if let Some(learned) = learned
                     && !session.is_some_and(|session| doomed(session.0))
                     && !doomed(learned.token.fence.0)
-                    && self.plan.auto_release != dflockd_engine::replica::types::AutoRelease::Any
+                    && self.plan.auto_release != dflockd_replica::types::AutoRelease::Any
                 {
                     let until = sent + learned.valid;
                     let (key, mode, fence) = (&learned.key, learned.mode, learned.token.fence);

@@ -10,10 +10,10 @@ use dflockd_core::{
 
 use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
-use crate::replica::machine::Machine;
-use crate::replica::types::{Action, Run};
 use crate::replicated::{Leader, Replicated, View};
 use crate::router::{Api, Attachment, PendingFlushes, SessionSecret, Sink};
+use dflockd_replica::machine::Machine;
+use dflockd_replica::types::{Action, Run};
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
 pub(crate) const NAMES_MAX: usize = 5000;

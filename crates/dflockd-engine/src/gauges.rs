@@ -8,9 +8,9 @@ use std::time::Duration;
 use dflockd_core::{Span, Timestamp};
 use parking_lot::Mutex;
 
-use crate::replica::admin::{AdminRequest, AdminResult};
-use crate::replica::types::RaftId;
-use crate::replica::{Replica, Status};
+use dflockd_replica::admin::{AdminRequest, AdminResult};
+use dflockd_replica::types::RaftId;
+use dflockd_replica::{Replica, Status};
 
 /// What [`Status::role`] says of a leader.
 const LEADER: &str = "leader";

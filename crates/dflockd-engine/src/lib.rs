@@ -5,9 +5,10 @@
 //!
 //! # A member of a cluster
 //!
-//! [`replica::Replica`] is a function with memory. Its inputs are time, frames of peers, finished writes, snapshots,
-//! room on the disk, items and reads of clients, and requests of operators; `poll` fills `Outputs`: frames to send,
-//! writes for the log, events for clients, a snapshot to make, or why the node can not go on. These threads drive it:
+//! [`Replica`](dflockd_replica::Replica) is a function with memory. Its inputs are time, frames of peers, finished
+//! writes, snapshots, room on the disk, items and reads of clients, and requests of operators; `poll` fills `Outputs`:
+//! frames to send, writes for the log, events for clients, a snapshot to make, or why the node can not go on. These
+//! threads drive it:
 //!
 //! | Thread | Does |
 //! | --- | --- |
@@ -60,9 +61,10 @@ mod fences;
 mod gauges;
 mod log_budget;
 mod memory;
-pub mod replica;
+pub mod offline;
 mod replicated;
 mod router;
+pub mod transport;
 
 pub use address::AddressKey;
 pub use clock::Clock;
@@ -72,5 +74,6 @@ pub use fences::Fences;
 pub use gauges::{Gauges, TIMES_BUCKETS, Times};
 pub use log_budget::{LogBudget, Suppressed};
 pub use memory::{Memory, Options, Place, Submitted};
+pub use replicated::driver::{ClusterOptions, Formation};
 pub use replicated::{Leader, Replicated, View};
 pub use router::{Api, Attachment, PendingFlushes, Pushed, SessionSecret, Sink};

@@ -51,10 +51,10 @@ use tokio::sync::Notify;
 use crate::clock::{Clock, unix_nanos};
 use crate::engine::{Engine, NAMES_MAX, SessionInfo};
 use crate::fences::Fences;
-use crate::replica::types::AutoRelease;
 use crate::router::{
     Api, Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink,
 };
+use dflockd_replica::types::AutoRelease;
 
 const KEY_SHARDS: usize = 64;
 /// The shard of signals and of subscription records.

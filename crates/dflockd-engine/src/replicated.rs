@@ -7,8 +7,9 @@
 //! time, and who finds it busy leaves, because the one who is at it looks again. Under load that is the *tender*, a
 //! thread that serves connections: it reads what many clients sent, turns to the replica once for all of it, writes the
 //! log, and then the answers. To wake a thread for each of these steps costs more than the steps. The thread `replica`
-//! (`replica/driver.rs`) does what takes long and looks at the time.
+//! (`replicated/driver.rs`) does what takes long and looks at the time.
 
+pub(crate) mod driver;
 mod inputs;
 #[cfg(test)]
 mod tests;
@@ -27,17 +28,17 @@ use dflockd_core::{
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
+use self::driver::{Bomb, ClusterOptions, Desk, Fatal, Seat, log_failed};
 use crate::clock::Clock;
 use crate::gauges::Gauges;
 use crate::memory::Submitted;
-use crate::replica::admin::{AdminRequest, AdminResult};
-use crate::replica::driver::{self, Bomb, ClusterOptions, Desk, Fatal, Seat, log_failed};
-use crate::replica::log::Room;
-use crate::replica::machine::{Event, Machine};
-use crate::replica::transport::{Credentials, Identity, Transport};
-use crate::replica::types::{Action, Addresses, Bits128, Item, Member, Policy, RaftId, Run};
-use crate::replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
 use crate::router::{Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink};
+use crate::transport::{Credentials, Identity, Transport};
+use dflockd_replica::admin::{AdminRequest, AdminResult};
+use dflockd_replica::log::Room;
+use dflockd_replica::machine::{Event, Machine};
+use dflockd_replica::types::{Action, Addresses, Bits128, Item, Member, Policy, RaftId, Run};
+use dflockd_replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
 
 use self::inputs::Head;
 pub(crate) use self::inputs::{Input, Inputs};

@@ -27,7 +27,13 @@ const LAST_WORDS: Duration = A_WHILE;
 pub fn dflockd() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
-        let sources = ["dflockd/src", "dflockd-core/src", "dflockd-engine/src", "dflockd-wire/src"];
+        let sources = [
+            "dflockd/src",
+            "dflockd-core/src",
+            "dflockd-engine/src",
+            "dflockd-replica/src",
+            "dflockd-wire/src",
+        ];
         program("dflockd", &["-p", "dflockd"], &sources)
     })
 }

@@ -4,13 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
-use dflockd_engine::replica::driver::{ClusterOptions, Formation};
-use dflockd_engine::replica::transport::{
-    Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig,
+use dflockd_engine::transport::{
+    Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig, Version,
 };
-use dflockd_engine::replica::types::Addresses;
-use dflockd_engine::replica::version;
-use dflockd_engine::{Clock, Replicated};
+use dflockd_engine::{Clock, ClusterOptions, Formation, Replicated};
+use dflockd_replica::types::Addresses;
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
 
@@ -70,7 +68,7 @@ pub(crate) async fn start(
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
             credentials: credentials(cluster, [cluster.secret, None])?,
-            version_max: version::peer_protocol(),
+            version_max: Version::newest(),
             limits: TransportLimits {
                 strangers_max: usize::try_from(strangers_max)?,
                 ..TransportLimits::default()

@@ -7,8 +7,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use dflockd_core::Span;
-use dflockd_engine::replica::offline::{self, Beginning, Begun, Delay, Report};
-use dflockd_engine::replica::version;
+use dflockd_engine::offline::{self, Beginning, Begun, Delay, Report};
+use dflockd_replica::version;
 use serde_json::{Value, json};
 
 use crate::logging::timestamp;
@@ -299,7 +299,7 @@ fn show(dir: &Path, report: &Report, entries: Option<usize>) -> Value {
         }
     }
     if let Err(error) = &files.log {
-        use dflockd_engine::replica::log::OpenError;
+        use dflockd_replica::log::OpenError;
         match error {
             OpenError::Damaged { file, offset, what, .. } => note(file, *offset, what),
             OpenError::UnknownVersion { file, .. } => note(file, 0, &error.to_string()),
@@ -359,8 +359,8 @@ fn show(dir: &Path, report: &Report, entries: Option<usize>) -> Value {
 }
 
 fn members(
-    machine: &dflockd_engine::replica::machine::Machine,
-    log: Option<&dflockd_engine::replica::log::inspect::LogReport>,
+    machine: &dflockd_replica::machine::Machine,
+    log: Option<&dflockd_replica::log::inspect::LogReport>,
 ) -> Value {
     let conf = log.and_then(|log| log.snapshot.as_ref()).map(|snapshot| &snapshot.metadata);
     let voters = conf.map(|metadata| metadata.get_conf_state().voters.clone()).unwrap_or_default();

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use dflockd_core::{SessionId, Shared, Span};
-use dflockd_engine::replica::types::{AutoRelease, Policy};
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
+use dflockd_replica::types::{AutoRelease, Policy};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 

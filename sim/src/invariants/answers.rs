@@ -2,7 +2,7 @@
 //! the key had at an entry between what was known before the question and what the node had applied.
 
 use dflockd_core::{Outcome, Refusal};
-use dflockd_engine::replica::OwnedQuery;
+use dflockd_replica::OwnedQuery;
 
 use super::Broken;
 use crate::history::Asked;

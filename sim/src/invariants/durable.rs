@@ -1,6 +1,6 @@
 //! What was reported as written is there after a crash.
 
-use dflockd_engine::replica::log::Recovered;
+use dflockd_replica::log::Recovered;
 use raft::eraftpb::HardState;
 
 use super::Broken;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use dflockd_engine::replica::types::RaftId;
+use dflockd_replica::types::RaftId;
 use raft::eraftpb::Entry;
 
 use super::Broken;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use dflockd_core::SessionId;
-use dflockd_engine::replica::types::Run;
+use dflockd_replica::types::Run;
 
 use super::Broken;
 use crate::oracle::Step;

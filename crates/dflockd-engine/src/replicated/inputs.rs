@@ -10,9 +10,9 @@ use std::vec::Drain;
 use bytes::Bytes;
 use dflockd_core::{RequestId, SessionId, Span, Urgency};
 
-use crate::replica::admin::AdminRequest;
-use crate::replica::types::{Item, RaftId};
-use crate::replica::{MadeSnapshot, OwnedQuery, codec};
+use dflockd_replica::admin::AdminRequest;
+use dflockd_replica::types::{Item, RaftId};
+use dflockd_replica::{MadeSnapshot, OwnedQuery, codec};
 
 /// Items of clients that wait, and how many bytes they have.
 pub(super) const ITEMS_MAX: usize = 128 << 10;
@@ -180,8 +180,8 @@ mod tests {
     use dflockd_core::{Command, End, command};
 
     use super::*;
-    use crate::replica::types::Action;
-    use crate::replica::urgency;
+    use dflockd_replica::types::Action;
+    use dflockd_replica::urgency;
 
     fn put(inputs: &mut Inputs, command: Command<'_>) -> bool {
         let action = Action::Command(command);

@@ -7,11 +7,11 @@ use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
 use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
 use super::*;
-use crate::replica::driver::Formation;
-use crate::replica::log::{Recovered, StoredSnapshot};
-use crate::replica::transport::{Limits as TransportLimits, Secret, TransportConfig};
-use crate::replica::types::{AutoRelease, Start};
-use crate::replica::{RaftConfig, ReplicaConfig};
+use crate::replicated::driver::Formation;
+use crate::transport::{Limits as TransportLimits, Secret, TransportConfig};
+use dflockd_replica::log::{Recovered, StoredSnapshot};
+use dflockd_replica::types::{AutoRelease, Start};
+use dflockd_replica::{RaftConfig, ReplicaConfig};
 
 /// Keeps the answers.
 #[derive(Default)]
@@ -59,7 +59,7 @@ async fn single_node() -> (Arc<Replicated>, Dir) {
         transport: TransportConfig {
             listen: "127.0.0.1:0".into(),
             credentials,
-            version_max: crate::replica::version::peer_protocol(),
+            version_max: crate::transport::Version::newest(),
             limits: TransportLimits::default(),
         },
         peer_addr: "127.0.0.1:1".into(),

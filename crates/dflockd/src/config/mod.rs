@@ -14,9 +14,9 @@ use std::time::Duration;
 use clap::error::{ContextKind, ErrorKind};
 use clap::{Arg, ArgAction, Command};
 use dflockd_core::Limits;
-use dflockd_engine::policy_settings;
-pub use dflockd_engine::replica::types::AutoRelease;
-use dflockd_engine::replica::types::Policy;
+use dflockd_replica::policy_settings;
+pub use dflockd_replica::types::AutoRelease;
+use dflockd_replica::types::Policy;
 use dflockd_wire::PATTERN_TOKENS_MAX;
 
 mod cluster;

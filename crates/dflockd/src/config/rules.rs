@@ -5,7 +5,7 @@ use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use dflockd_engine::replica::types::AutoRelease;
+use dflockd_replica::types::AutoRelease;
 use dflockd_wire::SECONDS_MAX;
 
 use super::cluster::{FollowerMode, HostPort, PeerSpec};

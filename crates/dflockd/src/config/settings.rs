@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-use dflockd_engine::replica::types::AutoRelease;
+use dflockd_replica::types::AutoRelease;
 use zeroize::Zeroizing;
 
 use super::cluster::{FollowerMode, HostPort, PeerSpec};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use dflockd_engine::replica::policy::{POLICY_SETTINGS, PolicyValue};
+use dflockd_replica::policy::{POLICY_SETTINGS, PolicyValue};
 use dflockd_testkit::Dir;
 use dflockd_wire::SECONDS_MAX;
 

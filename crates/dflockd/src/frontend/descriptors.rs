@@ -9,7 +9,7 @@ use std::fs::File;
 use std::time::Duration;
 
 use dflockd_engine::Api;
-use dflockd_engine::replica::disk::is_out_of_descriptors;
+use dflockd_replica::disk::is_out_of_descriptors;
 use parking_lot::Mutex;
 
 use crate::config::Config;

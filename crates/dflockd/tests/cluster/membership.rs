@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dflockd::config::{Config, Parsed};
 use dflockd::{Signal, run};
 use dflockd_engine::Replicated;
-use dflockd_engine::replica::admin::{AdminRequest, AdminResult};
+use dflockd_replica::admin::{AdminRequest, AdminResult};
 use dflockd_testkit::cluster::CALM_MS;
 use dflockd_testkit::line::ANSWER;
 use dflockd_testkit::{Client, Dir, LIMIT, Node, Turn, eventually, millis};

@@ -4,11 +4,9 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
-use dflockd_engine::replica::admin::AdminRequest;
-use dflockd_engine::replica::codec::{Frame, pack};
-use dflockd_engine::replica::transport::handshake::{
-    Hello, Identity, Lane, Message, Mode, Version, parse,
-};
+use dflockd_engine::transport::handshake::{Hello, Identity, Lane, Message, Mode, Version, parse};
+use dflockd_replica::admin::AdminRequest;
+use dflockd_replica::codec::{Frame, pack};
 use dflockd_testkit::cluster::{Addresses, NAMES};
 use dflockd_testkit::http::{Ask, Wire};
 use dflockd_testkit::line::ANSWER;

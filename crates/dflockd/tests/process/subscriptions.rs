@@ -4,11 +4,11 @@ use std::process::Command;
 use std::thread;
 
 use dflockd_core::{RequestId, Subscription, command};
-use dflockd_engine::replica::codec;
-use dflockd_engine::replica::disk::RealDisk;
-use dflockd_engine::replica::log::{LogBatch, LogOptions, LogStore};
-use dflockd_engine::replica::machine::Machine;
-use dflockd_engine::replica::types::{Action, Item};
+use dflockd_replica::codec;
+use dflockd_replica::disk::RealDisk;
+use dflockd_replica::log::{LogBatch, LogOptions, LogStore};
+use dflockd_replica::machine::Machine;
+use dflockd_replica::types::{Action, Item};
 use dflockd_testkit::process::limited;
 use dflockd_testkit::{Client, Dir, Server, eventually};
 

@@ -13,7 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use dflockd_engine::replica::policy::POLICY_SETTINGS;
+use dflockd_replica::policy::POLICY_SETTINGS;
 use dflockd_wire::{ArgLimit, ERROR_CODES, OPS};
 
 const LINE_BYTES_MAX: usize = 120;

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_engine::policy_settings;
-use dflockd_engine::replica::admin::AdminRequest;
-use dflockd_engine::replica::policy::{PolicySetting, PolicyValue};
-use dflockd_engine::replica::types::{AutoRelease as Release, Policy as CorePolicy};
 use dflockd_engine::{Api, View};
+use dflockd_replica::admin::AdminRequest;
+use dflockd_replica::policy::{PolicySetting, PolicyValue};
+use dflockd_replica::policy_settings;
+use dflockd_replica::types::{AutoRelease as Release, Policy as CorePolicy};
 use dflockd_wire::grpc::cluster_server::Cluster;
 use dflockd_wire::grpc::{
     AddRequest, AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest,
@@ -362,7 +362,7 @@ impl Field for i32 {
 #[cfg(test)]
 mod tests {
     use dflockd_core::Span;
-    use dflockd_engine::replica::policy::POLICY_SETTINGS;
+    use dflockd_replica::policy::POLICY_SETTINGS;
 
     use super::*;
 

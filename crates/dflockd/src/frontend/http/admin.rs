@@ -7,7 +7,7 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use dflockd_core::{Outcome, Refusal, SessionId, Space, check};
 use dflockd_engine::Api;
-use dflockd_engine::replica::admin::AdminRequest;
+use dflockd_replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;

@@ -19,8 +19,8 @@ use std::sync::atomic::Ordering;
 use dflockd_core::{
     Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
-use dflockd_engine::replica::types::AutoRelease;
 use dflockd_engine::{Api, Attachment, PendingFlushes, Place, Submitted};
+use dflockd_replica::types::AutoRelease;
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 
 use self::greeting::Greeting;

@@ -18,7 +18,7 @@ use super::types::{AutoRelease, Policy};
 /// gRPC message;`. The name is that of the flag. Times are whole seconds for operators.
 ///
 /// The rows of `limits` are fields of [`Limits`](dflockd_core::Limits), those of `own` fields of the
-/// [`Policy`](crate::replica::types::Policy) itself.
+/// [`Policy`](crate::types::Policy) itself.
 #[macro_export]
 macro_rules! policy_settings {
     ($make:ident) => {

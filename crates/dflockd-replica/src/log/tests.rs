@@ -12,7 +12,7 @@ use rustix::io::Errno;
 
 use super::format::{self, SECTOR_BYTES, Sector};
 use super::*;
-use crate::replica::disk::RealDisk;
+use crate::disk::RealDisk;
 
 // A disk that crashes
 

@@ -30,7 +30,7 @@ use raft::eraftpb::{Entry, EntryType};
 
 use super::codec;
 use super::log::Recovered;
-use super::{machine, transport};
+use super::machine;
 
 /// The newest version of which this program knows what it means.
 ///
@@ -69,13 +69,10 @@ fn pretended() -> Option<u32> {
     version.filter(|version| (1..=NEWEST + 1).contains(version))
 }
 
-/// The newest version of the peer protocol to speak without TLS.
+/// Whether this program seals frames between peers without TLS. Only one that pretends to be older does not.
 #[must_use]
-pub fn peer_protocol() -> transport::Version {
-    match std::env::var(PRETENDED) {
-        Ok(value) if value.ends_with(UNSEALED) => transport::Version::Plain,
-        Ok(_) | Err(_) => transport::Version::Sealed,
-    }
+pub fn seals_frames() -> bool {
+    !std::env::var(PRETENDED).is_ok_and(|value| value.ends_with(UNSEALED))
 }
 
 /// Says that something was written by a program that is newer than this one.
@@ -98,12 +95,12 @@ pub fn of_entry(entry: &Entry) -> Option<u8> {
 
 /// Whether the log has an entry of this version or a newer one: then the cluster uses it, although this node may not
 /// have applied again what says so.
-pub(super) fn is_used(entries: &[Entry], version: u32) -> bool {
+pub fn is_used(entries: &[Entry], version: u32) -> bool {
     entries.iter().filter_map(of_entry).any(|of_entry| u32::from(of_entry) >= version)
 }
 
 /// Whether this program reads all that it finds in its data directory. To be asked before anything is written there.
-pub(super) fn check(recovered: &Recovered) -> Result<(), String> {
+pub fn check(recovered: &Recovered) -> Result<(), String> {
     if let Some(snapshot) = &recovered.snapshot {
         machine::check_form(&snapshot.data)?;
     }

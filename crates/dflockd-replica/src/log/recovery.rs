@@ -11,7 +11,7 @@ use super::snapshot::{self, StoredSnapshot, read_snapshot};
 use super::{
     CUT, Closed, OpenError, SEGMENT_BYTES_MAX, damaged, segment_name, segment_of, set_note,
 };
-use crate::replica::disk::Disk;
+use crate::disk::Disk;
 
 /// A log that is whole, but for an interrupted write at its end.
 pub(super) struct Found {

@@ -18,14 +18,13 @@ use raft::eraftpb::{ConfState, SnapshotMetadata};
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 
-use super::disk::{Disk, RealDisk};
-use super::driver::{WHO, Who};
-use super::log::inspect::{self, Inspection};
-use super::log::{LogBatch, LogOptions, LogStore};
-use super::machine::{Event, Machine};
-use super::types::{Action, Bits128, Member, RaftId, Run};
-use super::{StateCopy, apply_entry, codec, note};
 use crate::clock::unix_nanos;
+use dflockd_replica::disk::{Disk, RealDisk};
+use dflockd_replica::log::inspect::{self, Inspection};
+use dflockd_replica::log::{LogBatch, LogOptions, LogStore};
+use dflockd_replica::machine::{Event, Machine};
+use dflockd_replica::types::{Action, Bits128, Member, NodeIdentity, RaftId, Run};
+use dflockd_replica::{StateCopy, apply_entry, codec, note};
 
 /// So many fences are skipped, beside what the clock says: more than a cluster gives out in a year of 30,000 grants a
 /// second.
@@ -171,7 +170,7 @@ pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
     let (mut log, _) = LogStore::open(disk, LogOptions::default())
         .map_err(|error| format!("{}: {error}", dir.display()))?;
-    let who = Who {
+    let who = NodeIdentity {
         cluster: None,
         node: beginning.node.clone(),
         raft_id: machine.next_raft_id(),
@@ -202,8 +201,9 @@ pub fn force_new(dir: &Path, delay: Delay, dry_run: bool) -> Result<Begun, Strin
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
     let (mut log, recovered) = LogStore::open(disk, LogOptions::default())
         .map_err(|error| format!("{}: {error}", dir.display()))?;
-    let who = recovered.notes.get(WHO).ok_or_else(nothing)?;
-    let who: Who = codec::unpack(who).map_err(|error| format!("the node's identity: {error}"))?;
+    let who = recovered.notes.get(note::IDENTITY).ok_or_else(nothing)?;
+    let who: NodeIdentity =
+        codec::unpack(who).map_err(|error| format!("the node's identity: {error}"))?;
     let snapshot = recovered.snapshot.ok_or_else(nothing)?;
     let mut machine = Machine::restore(&snapshot.data, false)?;
     let (mut index, mut term) = (snapshot.metadata.index, snapshot.metadata.term);
@@ -236,7 +236,7 @@ pub fn force_new(dir: &Path, delay: Delay, dry_run: bool) -> Result<Begun, Strin
 }
 
 /// Makes the state that of a new cluster.
-fn begin(machine: &mut Machine, who: &Who, beginning: &Beginning, index: u64) -> Begun {
+fn begin(machine: &mut Machine, who: &NodeIdentity, beginning: &Beginning, index: u64) -> Begun {
     let cluster: Bits128 = rand::random();
     let was = machine.cluster();
     let names = machine.members().values().map(|member| member.node.clone());
@@ -267,7 +267,7 @@ fn begin(machine: &mut Machine, who: &Who, beginning: &Beginning, index: u64) ->
 fn write(
     log: &mut LogStore<RealDisk>,
     machine: &Machine,
-    mut who: Who,
+    mut who: NodeIdentity,
     cluster: Bits128,
     (index, term): (u64, u64),
 ) -> io::Result<()> {
@@ -276,7 +276,8 @@ fn write(
     who.cluster = Some(cluster);
     log.install_snapshot(&metadata, &machine.snapshot())?;
     // What is cut belonged to another log.
-    let notes = vec![(WHO.to_vec(), codec::pack(&who)), (note::WARY.to_vec(), Vec::new())];
+    let notes =
+        vec![(note::IDENTITY.to_vec(), codec::pack(&who)), (note::WARY.to_vec(), Vec::new())];
     log.write(&LogBatch { notes, ..LogBatch::default() })?;
     log.sync()
 }
@@ -287,7 +288,7 @@ fn failed(dir: &Path, error: &io::Error) -> String {
 
 // ---- Looking ----
 
-/// Who the node of a directory is.
+/// NodeIdentity the node of a directory is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
     /// Its name.
@@ -327,7 +328,10 @@ pub fn look(dir: &Path) -> io::Result<Report> {
     let mut known = None;
     let mut machine = None;
     if let Ok(Some(log)) = &files.log {
-        let who = log.notes.get(WHO).and_then(|bytes| codec::unpack::<Who>(bytes).ok());
+        let who = log
+            .notes
+            .get(note::IDENTITY)
+            .and_then(|bytes| codec::unpack::<NodeIdentity>(bytes).ok());
         let starts = log.notes.get(note::START).and_then(|bytes| bytes.as_slice().try_into().ok());
         known = who.map(|who| Known {
             node: who.node,
@@ -344,7 +348,7 @@ pub fn look(dir: &Path) -> io::Result<Report> {
 /// An entry in words, without keys, values or tokens.
 #[must_use]
 pub fn describe(entry: &raft::eraftpb::Entry) -> String {
-    if let Some(change) = super::consensus::change_of(entry) {
+    if let Some(change) = dflockd_replica::change_of(entry) {
         return format!("{change:?}");
     }
     if entry.data.is_empty() {
@@ -372,8 +376,8 @@ pub fn describe(entry: &raft::eraftpb::Entry) -> String {
     parts.join("; ")
 }
 
-fn order_name(order: &super::types::Order) -> String {
-    use super::types::Order;
+fn order_name(order: &dflockd_replica::types::Order) -> String {
+    use dflockd_replica::types::Order;
     match order {
         Order::Init { fence, .. } => format!("Init (first fence {fence})"),
         Order::Tick => "Tick".into(),

@@ -42,6 +42,7 @@ pub use self::credentials::{CredentialError, Credentials, PeerTls, SECRET_BYTES_
 pub use self::handshake::{Identity, Lane, Version};
 
 mod accept;
+pub mod certificate_dates;
 mod credentials;
 mod dial;
 mod establish;

@@ -304,7 +304,7 @@ fn conf_change(change: &MemberChange) -> ConfChange {
 }
 
 /// The change in an entry, if it is one.
-pub(crate) fn change_of(entry: &Entry) -> Option<MemberChange> {
+pub fn change_of(entry: &Entry) -> Option<MemberChange> {
     match entry.entry_type {
         EntryType::EntryNormal => None,
         EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => {

@@ -2,7 +2,7 @@
 //! that comes in makes a decoder panic or allocate.
 //!
 //! ```text
-//! DFLOCKD_GOLDEN=1 cargo test -p dflockd-engine codec      adds the bytes of new samples
+//! DFLOCKD_GOLDEN=1 cargo test -p dflockd-replica codec      adds the bytes of new samples
 //! ```
 //!
 //! A line that is there already is never written anew: a program that reads logs of older ones must keep it.

@@ -12,18 +12,14 @@
 
 mod accept;
 pub mod admin;
-pub mod certificate_dates;
 pub mod codec;
 mod consensus;
 pub mod disk;
-pub mod driver;
 mod lead;
 pub mod log;
 pub mod machine;
-pub mod offline;
 pub mod policy;
 mod transfer;
-pub mod transport;
 pub mod types;
 pub mod version;
 
@@ -39,8 +35,8 @@ use ring::digest;
 
 use self::admin::{AdminRequest, AdminResult, Admins};
 use self::codec::{Batch, Frame};
-use self::consensus::{Consensus, Tail, change_of};
-pub use self::consensus::{Gone, RaftConfig};
+use self::consensus::{Consensus, Tail};
+pub use self::consensus::{Gone, RaftConfig, change_of};
 use self::log::{LogBatch, Recovered};
 use self::machine::{Event, Machine};
 use self::transfer::{Complete, Transfers};
@@ -78,6 +74,8 @@ const PENDING_BYTES_MAX: usize = 32 << 20;
 
 /// Keys of what a node notes beside its log.
 pub mod note {
+    /// Who the node is: a [`NodeIdentity`](crate::types::NodeIdentity).
+    pub const IDENTITY: &[u8] = b"who";
     /// How often the node was started.
     pub const START: &[u8] = b"start";
     /// The log's end was cut at a start: the node does not vote until it has what the leader has.
@@ -865,7 +863,7 @@ impl Replica {
     }
 
     /// On the leader, how many entries each other member has not confirmed.
-    pub(crate) fn lags(&self) -> Vec<(RaftId, u64)> {
+    pub fn lags(&self) -> Vec<(RaftId, u64)> {
         let last = self.consensus.tail().last();
         let others = self.machine.members().keys().filter(|&&id| id != self.id());
         let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
@@ -873,7 +871,7 @@ impl Replica {
     }
 
     /// The newest cluster time that was seen here.
-    pub(crate) fn time_seen(&self) -> Timestamp {
+    pub fn time_seen(&self) -> Timestamp {
         self.time_seen
     }
 
@@ -1279,7 +1277,12 @@ impl Replica {
     }
 }
 
-fn apply_entry(
+/// Applies a committed entry of any kind.
+///
+/// # Errors
+///
+/// If it can not be read, which must not be.
+pub fn apply_entry(
     machine: &mut Machine,
     entry: &Entry,
     events: &mut Vec<Event>,
@@ -1309,7 +1312,7 @@ fn is_alone(consensus: &Consensus, id: RaftId) -> bool {
 }
 
 /// When an item is refused because there is too much to do.
-pub(crate) fn urgency(action: &Action<'_>) -> Urgency {
+pub fn urgency(action: &Action<'_>) -> Urgency {
     match action {
         Action::Command(command) => command.urgency(),
         Action::Keep { .. } => Urgency::Grows,

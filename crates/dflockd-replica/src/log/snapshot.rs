@@ -11,7 +11,7 @@ use ring::digest::{Context, SHA256, digest};
 
 use super::format::{length, u32_at, u64_at};
 use super::{OpenError, damaged};
-use crate::replica::disk::Disk;
+use crate::disk::Disk;
 
 const MAGIC: [u8; 8] = *b"dflksnap";
 const VERSION: u32 = 1;

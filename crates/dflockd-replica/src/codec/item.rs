@@ -6,7 +6,7 @@ use dflockd_core::field::Field;
 use dflockd_core::{Command, Given, Grant, Outcome, SessionId};
 
 use super::{Malformed, pack, put_bytes, take, unpack};
-use crate::replica::types::{Action, Item};
+use crate::types::{Action, Item};
 
 /// Every kind of item that is no command, once. Commands have the numbers from 16 on, in their table. A retired number
 /// stays here as a comment and is never given out again.

@@ -18,8 +18,8 @@ use super::{
     BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, at_end, pack, put_bytes, take, unpack,
     unpack_first,
 };
-use crate::replica::types::{Item, MemberChange, Order, Policy, Run};
-use crate::replica::version;
+use crate::types::{Item, MemberChange, Order, Policy, Run};
+use crate::version;
 
 mod section {
     pub(super) const BATCH: u8 = 1;

@@ -402,13 +402,13 @@ impl Machine {
     }
 
     /// The fence that the next grant will get.
-    pub(super) fn fence_next(&self) -> u64 {
+    pub fn fence_next(&self) -> u64 {
         self.shared.fence_next()
     }
 
     /// Makes it the state of another cluster, of one member. All sessions and holds end, fences go on from `fence`,
     /// nothing is granted for `delay`, the first at least and the second at most; values and the policy stay.
-    pub(super) fn begin_anew(
+    pub fn begin_anew(
         &mut self,
         cluster: Bits128,
         raft_id: RaftId,
@@ -929,7 +929,7 @@ mod tests {
     /// GUARANTEES 42: the snapshots of each version, byte by byte; all of them are read.
     #[test]
     fn golden_snapshots() {
-        let golden = include_str!("../../tests/golden/snapshots.txt");
+        let golden = include_str!("../tests/golden/snapshots.txt");
         let mut machine = machine();
         // Not the defaults, which may change.
         let limits = Limits {

@@ -64,6 +64,14 @@ pub enum Version {
 }
 
 impl Version {
+    /// The newest one to speak without TLS.
+    #[must_use]
+    pub fn newest() -> Self {
+        if dflockd_replica::version::seals_frames() { Self::Sealed } else { Self::Plain }
+    }
+}
+
+impl Version {
     /// Its number in a message.
     pub fn number(self) -> u16 {
         match self {

@@ -22,7 +22,7 @@ use raft::eraftpb::Message;
 use super::message::{message_bytes, put_message, take_message};
 use super::payload::{Batch, put_batch_body};
 use super::{BATCH_BYTES_MAX, FRAME_BYTES_MAX, Malformed, at_end, put_bytes, take};
-use crate::replica::types::Run;
+use crate::types::Run;
 
 /// Every kind of frame, once.
 pub(super) mod kind {

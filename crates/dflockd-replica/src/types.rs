@@ -9,6 +9,19 @@ pub type RaftId = u64;
 /// 128 random bits: the name of a cluster, or the secret of a kept session.
 pub type Bits128 = [u8; 16];
 
+/// Who a node is, kept with its data.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct NodeIdentity {
+    /// The name of its cluster, once it has one.
+    pub cluster: Option<Bits128>,
+    /// Its own name.
+    pub node: String,
+    /// Its number in the cluster, 0 while it has none.
+    pub raft_id: RaftId,
+    /// Of its data directory: another directory is another node.
+    pub disk: u64,
+}
+
 /// One life of a node's process: the member's number and how often it was started. Its sessions are numbered behind it,
 /// so an id of a session is never given out twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -6,7 +6,7 @@ use raft::eraftpb::{Entry, HardState, SnapshotMetadata};
 
 use super::recovery::{self, Replay, Tail, read_segment};
 use super::{LogOptions, OpenError, read_snapshot, segment_of, snapshot};
-use crate::replica::disk::Disk;
+use crate::disk::Disk;
 
 /// What was found.
 pub struct Inspection {

@@ -19,19 +19,19 @@ use parking_lot::{Condvar, Mutex};
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
-use super::codec::{self, Frame};
-use super::disk::{Disk, RealDisk, is_out_of_descriptors};
-use super::log::{LogBatch, LogOptions, LogStore, Recovered, Room, write_snapshot};
-use super::machine::Machine;
-use super::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
-use super::types::{Bits128, Member, Policy, RaftId, Run, Start};
-use super::{
-    Gone, LogWrite, MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK,
-    note, version,
-};
 use crate::clock::{Clock, unix_nanos};
 use crate::replicated::{Input, Inputs, Replicated};
 use crate::router::PendingFlushes;
+use crate::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
+use dflockd_replica::codec::{self, Frame};
+use dflockd_replica::disk::{Disk, RealDisk, is_out_of_descriptors};
+use dflockd_replica::log::{LogBatch, LogOptions, LogStore, Recovered, Room, write_snapshot};
+use dflockd_replica::machine::Machine;
+use dflockd_replica::types::{Member, NodeIdentity, Policy, RaftId, Run, Start};
+use dflockd_replica::{
+    Gone, LogWrite, MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK,
+    note, version,
+};
 
 /// Bytes of log after which a snapshot is made.
 const SNAPSHOT_BYTES: u64 = 64 << 20;
@@ -86,17 +86,6 @@ pub struct ClusterOptions {
     pub snapshot_entries: u64,
 }
 
-/// What a node is, kept with its data.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Who {
-    pub(super) cluster: Option<Bits128>,
-    pub(super) node: String,
-    pub(super) raft_id: RaftId,
-    pub(super) disk: u64,
-}
-
-pub(super) const WHO: &[u8] = b"who";
-
 type Log = LogStore<RealDisk>;
 
 /// Opens the data directory and begins to take part. Must be called inside a runtime.
@@ -116,10 +105,15 @@ pub(crate) async fn start(
         .map_err(|why| format!("data directory {}: {why}", options.dir.display()))?;
     let io = |error: io::Error| format!("data directory {}: {error}", options.dir.display());
 
-    let mut who = match recovered.notes.get(WHO) {
-        Some(bytes) => codec::unpack::<Who>(bytes)
+    let mut who = match recovered.notes.get(note::IDENTITY) {
+        Some(bytes) => codec::unpack::<NodeIdentity>(bytes)
             .map_err(|error| format!("the node's identity in its data directory: {error}"))?,
-        None => Who { cluster: None, node: options.node.clone(), raft_id: 0, disk: rand::random() },
+        None => NodeIdentity {
+            cluster: None,
+            node: options.node.clone(),
+            raft_id: 0,
+            disk: rand::random(),
+        },
     };
     if who.node != options.node {
         return Err(format!(
@@ -139,14 +133,14 @@ pub(crate) async fn start(
         return Err("this node was started too often; let a new one take its place".into());
     }
     let notes = vec![
-        (WHO.to_vec(), codec::pack(&who)),
+        (note::IDENTITY.to_vec(), codec::pack(&who)),
         (note::START.to_vec(), start.to_le_bytes().to_vec()),
     ];
     log.write(&LogBatch { notes, ..LogBatch::default() }).map_err(io)?;
     log.sync().map_err(io)?;
     if let Some((metadata, data)) = beginning {
         log.install_snapshot(&metadata, &data).map_err(io)?;
-        let snapshot = super::log::StoredSnapshot { metadata, data, digest: [0; 32] };
+        let snapshot = dflockd_replica::log::StoredSnapshot { metadata, data, digest: [0; 32] };
         recovered.hard_state = HardState { commit: 1, term: 1, ..HardState::default() };
         recovered.snapshot = Some(snapshot);
     }
@@ -178,7 +172,10 @@ pub(crate) async fn start(
 }
 
 /// The identity of a new cluster's member and the state all its members begin with, if it is to be one.
-fn beginning(options: &ClusterOptions, who: &mut Who) -> Option<(SnapshotMetadata, Bytes)> {
+fn beginning(
+    options: &ClusterOptions,
+    who: &mut NodeIdentity,
+) -> Option<(SnapshotMetadata, Bytes)> {
     let peers = match &options.formation {
         Formation::Join => return None,
         Formation::Bootstrap => {
@@ -228,7 +225,7 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), String> 
 /// The transport's way in.
 struct Gate {
     front: std::sync::Weak<Replicated>,
-    who: Mutex<Who>,
+    who: Mutex<NodeIdentity>,
     witness: bool,
 }
 
@@ -665,7 +662,7 @@ impl Seats {
             who.raft_id = raft_id;
             who.clone()
         };
-        self.desk.put([LogJob::Note(WHO.to_vec(), codec::pack(&who))]);
+        self.desk.put([LogJob::Note(note::IDENTITY.to_vec(), codec::pack(&who))]);
         let options = &self.options;
         let ticks = |duration: Duration| {
             usize::try_from(duration.as_nanos() / u128::from(TICK.0)).unwrap_or(usize::MAX).max(1)
@@ -845,9 +842,9 @@ mod tests {
     use dflockd_testkit::eventually::tasks::eventually;
     use raft::eraftpb::{Message, MessageType};
 
-    use super::super::transport::{Credentials, Limits as TransportLimits, Secret, Version};
-    use super::super::types::AutoRelease;
     use super::*;
+    use crate::transport::{Credentials, Limits as TransportLimits, Secret, Version};
+    use dflockd_replica::types::AutoRelease;
 
     /// A member made by hand, which knows the secret and says what it is told to.
     #[derive(Default)]
