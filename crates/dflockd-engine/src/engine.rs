@@ -570,29 +570,30 @@ impl Engine {
         }
     }
 
-    /// Makes the calling thread the one that drives the replica before it sleeps, if there is one; `wake` wakes it.
-    pub fn set_tender(&self, wake: impl Fn() + Send + Sync + 'static) {
+    /// Makes the calling thread the one that drives the replica before it sleeps, if there is a replica; `wake` wakes
+    /// the thread.
+    pub fn designate(&self, wake: impl Fn() + Send + Sync + 'static) {
         if let Self::Replicated(member) = self {
-            member.set_tender(wake);
+            member.designate(wake);
         }
     }
 
-    /// Drives the replica. Whether the calling thread may sleep then; when it does not sleep any more it calls
-    /// [`Engine::rise`].
-    pub fn tend(&self) -> bool {
-        self.replicated().is_none_or(|member| member.tend())
+    /// Drives the replica. Whether the designated thread may sleep then; when it does not sleep any more it calls
+    /// [`Engine::after_sleep`].
+    pub fn before_sleep(&self) -> bool {
+        self.replicated().is_none_or(|member| member.before_sleep())
     }
 
     /// Whether the replica waits to be driven.
     #[must_use]
-    pub fn wants_tender(&self) -> bool {
-        self.replicated().is_some_and(|member| member.wants_tender())
+    pub fn has_work(&self) -> bool {
+        self.replicated().is_some_and(|member| member.has_work())
     }
 
-    /// The thread that drives the replica does not sleep any more.
-    pub fn rise(&self) {
+    /// The designated thread does not sleep any more.
+    pub fn after_sleep(&self) {
         if let Self::Replicated(member) = self {
-            member.rise();
+            member.after_sleep();
         }
     }
 

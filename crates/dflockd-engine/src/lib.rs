@@ -12,10 +12,11 @@
 //!
 //! | Thread | Does |
 //! | --- | --- |
-//! | a worker of the server | under load: hands over the requests of all connections, writes and syncs the log |
+//! | a worker of the server | under load: drives the replica with what all connections sent |
 //! | `replica` | drives the replica when time passes (a tick each 10 ms) or something takes long |
-//! | `log` | writes the log for a second after a sync took 50 ms or more, and whatever takes long |
+//! | `log` | the only one that waits for the disk: writes and syncs the log, then drives the replica |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |
+//! | `sweep` | exists while files that are not needed any more are removed |
 //! | the runtime's | the peer port; under a light load also the replica, right after a frame of a peer |
 //!
 //! A snapshot is made from the previous one and the log since then, on a second `Machine`: the replica pays for a list
@@ -64,6 +65,7 @@ mod memory;
 pub mod offline;
 mod replicated;
 mod router;
+mod sync;
 pub mod transport;
 
 pub use address::AddressKey;

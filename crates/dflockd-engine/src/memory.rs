@@ -476,7 +476,7 @@ impl Memory {
             let Some(first) = here.next() else { continue };
             let state = shard.state.lock();
             for (session, view) in std::iter::once(first).chain(here) {
-                let part = state.store.view_session(session.id);
+                let part = state.store.view_session(session.id());
                 view.holds += part.holds;
                 view.waits += part.waits;
                 // The others only repeat what the common shard knows.
@@ -488,7 +488,7 @@ impl Memory {
         let infos = sessions.iter().zip(views).map(|(session, view)| {
             let state = session.state.lock();
             let api = state.sink.as_ref().map(|sink| sink.api());
-            SessionInfo { id: session.id, label: Some(Arc::clone(&state.label)), api, view }
+            SessionInfo { id: session.id(), label: Some(Arc::clone(&state.label)), api, view }
         });
         infos.collect()
     }
@@ -725,7 +725,7 @@ impl Memory {
         forced: bool,
         flushes: &mut PendingFlushes,
     ) {
-        let caller = Caller { session: session.id, request: RequestId(0), keep: false };
+        let caller = Caller { session: session.id(), request: RequestId(0), keep: false };
         for shard in session.shards() {
             let command = Command::EndSession { release, forced };
             self.apply(shard, None, caller, command, flushes);
@@ -888,7 +888,7 @@ impl Memory {
         let shards: Vec<usize> = session.shards().collect();
         let mut made = Vec::new();
         for &shard in &shards {
-            made.extend(self.shards[shard].state.lock().store.results_made(session.id));
+            made.extend(self.shards[shard].state.lock().store.results_made(session.id()));
         }
         made.sort_unstable();
         let Limits { results_max, results_bytes_max, .. } = self.limits;
@@ -905,7 +905,7 @@ impl Memory {
         }
         let Some(up_to) = up_to else { return };
         for shard in shards {
-            self.shards[shard].state.lock().store.forget_results(session.id, up_to);
+            self.shards[shard].state.lock().store.forget_results(session.id(), up_to);
         }
     }
 

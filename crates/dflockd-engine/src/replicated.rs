@@ -1,23 +1,22 @@
 //! The engine behind a Raft log, as connections see it.
 //!
-//! A command becomes an item in a queue, and its answer comes later, through the session's sink, when this node has
-//! applied the entry with the item in it.
-//!
-//! The replica has no thread that everything must pass through: whoever has something for it may turn to it, one at a
-//! time, and who finds it busy leaves, because the one who is at it looks again. Under load that is the *tender*, a
-//! thread that serves connections: it reads what many clients sent, turns to the replica once for all of it, writes the
-//! log, and then the answers. To wake a thread for each of these steps costs more than the steps. The thread `replica`
-//! (`replicated/driver.rs`) does what takes long and looks at the time.
+//! A command becomes an item in the queue of the [`Combiner`], and its answer comes later, through the session's sink,
+//! when this node has applied the entry with the item in it. Any thread may drive the replica, one at a time (flat
+//! combining, `combiner.rs`); `driver.rs` does what the replica wants, `log_writer.rs` waits for the disk, and
+//! `delivery.rs` brings answers and pushes to connections when the replica is unlocked again.
 
+mod combiner;
+mod delivery;
 pub(crate) mod driver;
 mod inputs;
+mod log_writer;
 #[cfg(test)]
 mod tests;
+mod view;
 
-use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -25,23 +24,25 @@ use dflockd_core::{
     Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Store, Timestamp,
     command,
 };
-use parking_lot::{Condvar, Mutex, MutexGuard};
-use tokio::sync::{Notify, oneshot};
-
-use self::driver::{Bomb, ClusterOptions, Desk, Fatal, Seat, log_failed};
-use crate::clock::Clock;
-use crate::gauges::Gauges;
-use crate::memory::Submitted;
-use crate::router::{Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink};
-use crate::transport::{Credentials, Identity, Transport};
 use dflockd_replica::admin::{AdminRequest, AdminResult};
 use dflockd_replica::log::Room;
 use dflockd_replica::machine::{Event, Machine};
-use dflockd_replica::types::{Action, Addresses, Bits128, Item, Member, Policy, RaftId, Run};
-use dflockd_replica::{NodeEvent, Outputs, Replica, StateCopy, Status, urgency};
+use dflockd_replica::types::{Action, Addresses, Item, Member, RaftId, Run};
+use dflockd_replica::{NodeEvent, Replica, StateCopy, Status, urgency};
+use parking_lot::Mutex;
+use tokio::sync::{Notify, oneshot};
 
-use self::inputs::Head;
-pub(crate) use self::inputs::{Input, Inputs};
+use self::combiner::Combiner;
+use self::delivery::{Delivery, Notice};
+use self::driver::{ClusterOptions, Fatal, ReplicaDriver};
+use self::inputs::{Input, Inputs};
+use self::log_writer::LogWriter;
+pub use self::view::{Leader, View};
+use crate::clock::Clock;
+use crate::gauges::Gauges;
+use crate::memory::Submitted;
+use crate::router::{Attachment, PendingFlushes, Pushed, Router, SessionSecret, Sink};
+use crate::transport::{Credentials, Identity, Transport};
 
 /// Places of locks that are looked at in one go: everybody else waits meanwhile.
 const SLOTS_MAX: usize = 50_000;
@@ -53,27 +54,16 @@ type NoteDecided = Box<dyn Fn(&str, AdminRequest, bool) + Send + Sync>;
 pub struct Replicated {
     clock: Clock,
     router: Router,
-    inputs: Mutex<Inputs>,
-    /// There may be something in them.
-    stirred: AtomicBool,
-    /// For the replica's thread.
-    came: Condvar,
-    /// The replica, while it takes part.
-    seat: Mutex<Option<Box<Seat>>>,
-    has_begun: AtomicBool,
-    /// Its log, likewise.
-    desk: OnceLock<Weak<Desk>>,
-    stopped: AtomicBool,
-    /// When the replica wants to look at the time, and when its thread will.
-    due: AtomicU64,
-    armed: AtomicU64,
-    /// About how many items are taken at a time.
-    taken: AtomicUsize,
-    tender: OnceLock<Tender>,
+    combiner: Combiner<ReplicaDriver>,
+    delivery: Delivery,
+    log_writer: Arc<LogWriter>,
     run: AtomicU32,
+    /// The last id of a session that was given out: the run, and a number of 32 bits.
+    last_session: AtomicU64,
+    /// Of sessions that were opened while no id could be given out.
+    last_nameless: AtomicU32,
     /// Where else this node can be reached.
     addresses: Mutex<Addresses>,
-    last_session: AtomicU32,
     view: Mutex<View>,
     jobs: Mutex<HashMap<u64, Job>>,
     admins: Mutex<HashMap<u64, oneshot::Sender<AdminResult>>>,
@@ -91,103 +81,8 @@ pub struct Replicated {
     witness: bool,
 }
 
-/// Items at a time up to which the load is light: then whoever has news for the replica turns to it.
-const LIGHT: usize = 4;
-
-thread_local! {
-    /// This thread turns to the replica before it sleeps.
-    static TENDS: Cell<bool> = const { Cell::new(false) };
-}
-
-/// A thread that turns to the replica whenever it has nothing else to do.
-struct Tender {
-    wake: Box<dyn Fn() + Send + Sync>,
-    asleep: AtomicBool,
-}
-
-impl Tender {
-    fn call(&self) {
-        fence(Ordering::SeqCst);
-        if self.asleep.swap(false, Ordering::SeqCst) {
-            (self.wake)();
-        }
-    }
-}
-
-/// Whether who turns to the replica may wait for the disk. Who brings what a peer says may not: there may be heartbeats
-/// behind it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Waits {
-    No,
-    Yes,
-}
-
 /// Something that looks at the state on the replica's thread; without one if that is not possible.
 type Job = Box<dyn FnOnce(Option<&Machine>) + Send>;
-
-/// The cluster as this node sees it.
-#[derive(Clone, Debug)]
-pub struct View {
-    /// This node.
-    pub raft_id: RaftId,
-    /// How it stands.
-    pub status: Option<Status>,
-    /// All members.
-    pub members: std::collections::BTreeMap<RaftId, Member>,
-    /// Who votes.
-    pub voters: Vec<RaftId>,
-    /// Who listens.
-    pub learners: Vec<RaftId>,
-    /// What all decide by.
-    pub policy: Option<Policy>,
-    /// Where else the members can be reached.
-    pub addresses: std::collections::BTreeMap<RaftId, Addresses>,
-    /// The cluster's name.
-    pub cluster: Bits128,
-    /// The newest version that each member reads.
-    pub versions: std::collections::BTreeMap<RaftId, u32>,
-    /// The version that all agreed to use.
-    pub version: u32,
-    last_raft_id: RaftId,
-}
-
-/// Where clients find the leader of a cluster, as far as that is known.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Leader {
-    /// The address of its line protocol.
-    pub line: Option<String>,
-    /// The address of its HTTP API, if it has one.
-    pub http: Option<String>,
-    /// The address of its gRPC API, if it has one.
-    pub grpc: Option<String>,
-}
-
-impl View {
-    /// Where clients find the leader, if there is one.
-    #[must_use]
-    pub fn leader_addr(&self) -> Option<&str> {
-        let leader = self.status?.leader?;
-        self.members.get(&leader).map(|member| member.client_addr.as_str())
-    }
-
-    /// Where clients find the leader, by each API.
-    #[must_use]
-    pub fn leader(&self) -> Leader {
-        let addresses = self.status.and_then(|status| self.addresses.get(&status.leader?));
-        let known = |addr: &String| Some(addr.clone()).filter(|addr| !addr.is_empty());
-        Leader {
-            line: self.leader_addr().map(str::to_owned),
-            http: addresses.and_then(|addresses| known(&addresses.http)),
-            grpc: addresses.and_then(|addresses| known(&addresses.grpc)),
-        }
-    }
-
-    /// Whether this node leads.
-    #[must_use]
-    pub fn is_leader(&self) -> bool {
-        self.status.is_some_and(|status| status.role == "leader")
-    }
-}
 
 impl Replicated {
     /// Opens the data directory and begins to take part. Must be called inside a runtime.
@@ -196,49 +91,38 @@ impl Replicated {
     ///
     /// If the directory, the port or the credentials can not be used.
     pub async fn start(options: ClusterOptions, clock: Clock) -> Result<Arc<Self>, String> {
-        let front = Arc::new(Self {
-            clock,
-            router: Router::new(),
-            inputs: Mutex::default(),
-            stirred: AtomicBool::new(false),
-            came: Condvar::new(),
-            seat: Mutex::default(),
-            has_begun: AtomicBool::new(false),
-            desk: OnceLock::new(),
-            stopped: AtomicBool::new(false),
-            due: AtomicU64::new(0),
-            armed: AtomicU64::new(0),
-            taken: AtomicUsize::new(0),
-            tender: OnceLock::new(),
-            run: AtomicU32::new(0),
-            addresses: Mutex::default(),
-            last_session: AtomicU32::new(0),
-            view: Mutex::new(View {
-                raft_id: 0,
-                status: None,
-                members: std::collections::BTreeMap::new(),
-                voters: Vec::new(),
-                learners: Vec::new(),
-                policy: None,
-                addresses: std::collections::BTreeMap::new(),
-                cluster: Bits128::default(),
-                versions: std::collections::BTreeMap::new(),
-                version: 1,
-                last_raft_id: 0,
-            }),
-            jobs: Mutex::default(),
-            admins: Mutex::default(),
-            copies: Mutex::default(),
-            dir: options.dir.clone(),
-            last_id: AtomicU64::new(0),
-            pushes_dropped: AtomicU64::new(0),
-            gauges: Gauges::default(),
-            transport: Mutex::default(),
-            fatal: Fatal::new(),
-            decided: OnceLock::new(),
-            failed: Notify::new(),
-            node: options.node.clone(),
-            witness: options.witness,
+        let front = Arc::new_cyclic(|front: &Weak<Self>| {
+            let front = front.clone();
+            let deliver = move |may_wait| {
+                if let Some(front) = front.upgrade() {
+                    front.deliver(may_wait);
+                }
+            };
+            Self {
+                clock,
+                router: Router::new(),
+                combiner: Combiner::new(deliver),
+                delivery: Delivery::new(),
+                log_writer: Arc::default(),
+                run: AtomicU32::new(0),
+                addresses: Mutex::default(),
+                last_session: AtomicU64::new(0),
+                last_nameless: AtomicU32::new(0),
+                view: Mutex::new(View { version: 1, ..View::default() }),
+                jobs: Mutex::default(),
+                admins: Mutex::default(),
+                copies: Mutex::default(),
+                dir: options.dir.clone(),
+                last_id: AtomicU64::new(0),
+                pushes_dropped: AtomicU64::new(0),
+                gauges: Gauges::default(),
+                transport: Mutex::default(),
+                fatal: Fatal::new(),
+                decided: OnceLock::new(),
+                failed: Notify::new(),
+                node: options.node.clone(),
+                witness: options.witness,
+            }
         });
         let transport = driver::start(&front, options).await?;
         *front.transport.lock() = Some(transport);
@@ -350,7 +234,7 @@ impl Replicated {
     async fn ask_admin(&self, id: u64, request: AdminRequest) -> AdminResult {
         let (sender, receiver) = oneshot::channel();
         self.admins.lock().insert(id, sender);
-        self.give(Input::Admin { id, request: request.clone() });
+        self.enqueue(Input::Admin { id, request: request.clone() });
         let result = receiver.await.unwrap_or_else(|_| Err("this node is shutting down".into()));
         self.gauges.asked(&request, &result);
         result
@@ -409,9 +293,8 @@ impl Replicated {
 
     /// Ends the threads. Nothing is answered any more.
     pub fn stop(&self) {
-        self.stopped.store(true, Ordering::SeqCst);
-        self.call();
-        self.desk().inspect(|desk| desk.call());
+        self.combiner.end();
+        self.log_writer.wake();
         if let Some(transport) = self.transport.lock().take() {
             transport.stop();
         }
@@ -420,9 +303,21 @@ impl Replicated {
     // ---- For connections ----
 
     pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
-        let number = self.last_session.fetch_add(1, Ordering::Relaxed) + 1;
-        let run = Run(self.run.load(Ordering::Acquire));
-        self.router.open_as(run.session(number), 0, sink, label)
+        let id = self.next_session().unwrap_or_else(|| {
+            let number = self.last_nameless.fetch_add(1, Ordering::Relaxed);
+            Run(0).session(number)
+        });
+        self.router.open_as(id, 0, sink, label)
+    }
+
+    /// The id of a new session, which nobody had before. None while this node is no member yet.
+    fn next_session(&self) -> Option<SessionId> {
+        let next = |last: u64| {
+            let is_left = last >> 32 != 0 && last & u64::from(u32::MAX) != u64::from(u32::MAX);
+            is_left.then(|| last + 1)
+        };
+        let before = self.last_session.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
+        before.ok().map(|last| SessionId(last + 1))
     }
 
     pub(crate) fn submit(
@@ -466,18 +361,23 @@ impl Replicated {
         Submitted::Done(Outcome::Refused(why))
     }
 
-    /// Why nothing can be done for a session, if so.
+    /// Why nothing can be done for a session, if so. A session that was opened before this node was a member gets its
+    /// id here.
     fn refuse(&self, by: &Attachment) -> Option<Submitted> {
         if !by.is_current() {
             return Some(Submitted::Gone);
         }
-        if Run::of(by.id()) != Run(0) {
+        let id = by.id();
+        if Run::of(id) != Run(0) {
             return None;
         }
-        // Opened before this node was a member.
-        let is_member = self.run.load(Ordering::Acquire) != 0;
-        let refused = Submitted::Done(Outcome::Refused(Refusal::Unavailable));
-        Some(if is_member { Submitted::Gone } else { refused })
+        match self.next_session() {
+            Some(next) => {
+                self.router.rename(&by.session, id, next);
+                None
+            }
+            None => Some(Submitted::Done(Outcome::Refused(Refusal::Unavailable))),
+        }
     }
 
     pub(crate) fn cancel(&self, by: &Attachment, request: RequestId) {
@@ -503,7 +403,7 @@ impl Replicated {
             return refused;
         }
         let (session, query) = (by.id(), query.into());
-        if !self.give(Input::Read { session, request, query }) {
+        if !self.enqueue(Input::Read { session, request, query }) {
             return self.too_much(false);
         }
         Submitted::Later(crate::memory::Place::ANY)
@@ -564,7 +464,7 @@ impl Replicated {
             let _ = sender.send(machine.map(look));
         });
         self.jobs.lock().insert(id, job);
-        self.give(Input::Job { id, linear });
+        self.enqueue(Input::Job { id, linear });
         receiver.recv_timeout(Duration::from_secs(10)).ok().flatten()
     }
 
@@ -621,270 +521,68 @@ impl Replicated {
     ) -> bool {
         let urgency = urgency(&action);
         let item = Item { session, epoch, request, keep, action };
-        let is_put = self.inputs.lock().put_item(&item, wait, urgency);
-        if is_put {
-            self.stir();
-        }
-        is_put
+        self.combiner.enqueue(|inputs| inputs.put_item(&item, wait, urgency))
     }
 
-    // ---- Turning to the replica ----
+    // ---- Driving the replica ----
 
-    /// This thread turns to the replica before it sleeps, and is woken by `wake`. There is one such thread.
-    pub fn set_tender(&self, wake: impl Fn() + Send + Sync + 'static) {
-        let tender = Tender { wake: Box::new(wake), asleep: AtomicBool::new(false) };
-        if self.tender.set(tender).is_ok() {
-            TENDS.set(true);
-        }
+    /// Makes the calling thread the designated one of the combiner: it drives the replica before it sleeps, and is
+    /// woken by `wake`.
+    pub fn designate(&self, wake: impl Fn() + Send + Sync + 'static) {
+        self.combiner.designate(wake);
     }
 
-    /// What the tender does before it sleeps: turns to the replica if there is something for it. False: there is
-    /// something again, and it may not sleep.
-    pub fn tend(&self) -> bool {
-        let Some(tender) = self.tender.get() else { return true };
-        if self.wants_tender() {
-            self.turn(Waits::Yes);
-        }
-        tender.asleep.store(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        if self.wants_tender() {
-            tender.asleep.store(false, Ordering::SeqCst);
-            return false;
-        }
-        true
+    /// Drives the replica if there is work for it. False: there is work again, and the designated thread may not sleep.
+    pub fn before_sleep(&self) -> bool {
+        self.combiner.before_sleep()
     }
 
-    /// Whether there is something for the tender to do.
-    pub fn wants_tender(&self) -> bool {
-        if !self.has_begun.load(Ordering::SeqCst) || self.is_over() {
-            return false;
-        }
-        // Who is at the replica or the log looks again when it is done, and calls. What takes long is for the
-        // replica's thread.
-        let replica = || {
-            self.stirred.load(Ordering::SeqCst)
-                && !self.seat.is_locked()
-                && !self.inputs.lock().is_heavy()
-        };
-        replica() || self.desk().is_some_and(|desk| desk.wants_writer(&self.clock))
+    /// The designated thread does not sleep any more.
+    pub fn after_sleep(&self) {
+        self.combiner.after_sleep();
     }
 
-    fn is_light(&self) -> bool {
-        self.taken.load(Ordering::Relaxed) <= LIGHT
+    /// Whether there is work for the designated thread.
+    pub fn has_work(&self) -> bool {
+        self.combiner.has_work()
     }
 
-    /// The tender is awake again.
-    pub fn rise(&self) {
-        if let Some(tender) = self.tender.get() {
-            tender.asleep.store(false, Ordering::SeqCst);
+    /// Leaves something to the thread that drives the replica next. False: there is too much already, and it is left
+    /// out.
+    pub(crate) fn enqueue(&self, input: Input) -> bool {
+        self.combiner.enqueue(|inputs| inputs.put(input))
+    }
+
+    /// Drives the replica at once with something, if the load is light. False: there is too much already, and it is
+    /// left out.
+    pub(crate) fn enqueue_and_drive(&self, input: Input) -> bool {
+        if self.combiner.is_light() {
+            self.combiner.enqueue_and_drive(|inputs| inputs.put(input))
+        } else {
+            self.enqueue(input)
         }
     }
 
-    /// Lets the replica take what has come, and does what follows from it. Who finds somebody else at it leaves.
-    fn turn(&self, waits: Waits) {
-        self.try_pass();
-        if waits == Waits::Yes && self.write() {
-            self.try_pass();
-        }
-        // What came meanwhile is for the tender, who looks at its connections before.
-        if self.wants_tender() {
-            self.stir();
-        }
-    }
-
-    fn try_pass(&self) {
-        let Some(seat) = self.seat.try_lock() else { return };
-        if self.inputs.lock().is_heavy() {
-            drop(seat);
-            return self.call();
-        }
-        self.pass(seat);
-    }
-
-    /// Writes what there is for the log, unless that is for somebody else. True: something was written.
-    fn write(&self) -> bool {
-        let Some(desk) = self.desk() else { return false };
-        let bomb = Bomb::new(self);
-        let written = desk.write(self);
-        bomb.defuse();
-        written.unwrap_or_else(|error| {
-            self.fail(log_failed(&error));
-            false
-        })
-    }
-
-    /// The replica is to know what was written, and whether there is room again or no more.
-    pub(crate) fn written(&self, number: Option<u64>, room: Option<Room>) {
+    /// The log thread tells the replica what was written, and whether there is room again or no more. It drives the
+    /// replica itself for what follows from that, so that no other thread must be woken for the answers.
+    pub(super) fn written(&self, number: Option<u64>, room: Option<Room>) {
         let room = room.map(|room| Input::Room { low: room == Room::Low });
         let news = number.map(Input::Written).into_iter().chain(room);
-        let mut inputs = self.inputs.lock();
-        for input in news {
-            inputs.put(input);
-        }
-        drop(inputs);
-        self.stirred.store(true, Ordering::SeqCst);
-    }
-
-    pub(crate) fn set_desk(&self, desk: &Arc<Desk>) {
-        let _ = self.desk.set(Arc::downgrade(desk));
-    }
-
-    fn desk(&self) -> Option<Arc<Desk>> {
-        self.desk.get()?.upgrade()
-    }
-
-    fn pass(&self, mut seat: MutexGuard<'_, Option<Box<Seat>>>) {
-        if self.is_over() {
-            return;
-        }
-        let Some(taken) = seat.as_mut() else { return };
-        let tends = TENDS.replace(true);
-        let bomb = Bomb::new(self);
-        let mut flushes = PendingFlushes::new();
-        self.stirred.store(false, Ordering::SeqCst);
-        std::mem::swap(&mut *self.inputs.lock(), &mut taken.inputs);
-        let (now, before) = (taken.inputs.items(), self.taken.load(Ordering::Relaxed));
-        self.taken.store(now.max(before - before.div_ceil(8)), Ordering::Relaxed);
-        let due = taken.pass(self, &mut flushes);
-        bomb.defuse();
-        drop(seat);
-        match due {
-            Ok(due) => self.set_due(due),
-            Err(why) => self.fail(why),
-        }
-        flushes.run();
-        TENDS.set(tends);
-    }
-
-    /// The replica wants to look at the time then.
-    fn set_due(&self, due: Timestamp) {
-        self.due.store(due.0, Ordering::SeqCst);
-        if due.0 < self.armed.load(Ordering::SeqCst) {
-            self.call();
-        }
-    }
-
-    /// Something was left for the replica: sees to it that somebody takes it.
-    pub(crate) fn stir(&self) {
-        self.stirred.store(true, Ordering::SeqCst);
-        if TENDS.get() {
-            return;
-        }
-        match self.tender.get() {
-            Some(tender) if self.has_begun.load(Ordering::SeqCst) => tender.call(),
-            _ => self.call(),
-        }
-    }
-
-    /// Calls the replica's thread.
-    fn call(&self) {
-        // Not between its look at the queue and its sleep.
-        drop(self.inputs.lock());
-        self.came.notify_all();
+        self.combiner.enqueue_and_drive(|inputs| news.fold(false, |_, input| inputs.put(input)));
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.stopped.load(Ordering::SeqCst) || self.fatal.get().is_some()
+        self.combiner.is_over()
     }
-
-    /// False: there is too much already, and it is left out.
-    pub(crate) fn give(&self, input: Input) -> bool {
-        let heavy = input.is_heavy();
-        if !self.inputs.lock().put(input) {
-            return false;
-        }
-        if heavy {
-            self.stirred.store(true, Ordering::SeqCst);
-            self.call();
-        } else {
-            self.stir();
-        }
-        true
-    }
-
-    /// The same, and turns to the replica at once if the load is light.
-    pub(crate) fn bring(&self, input: Input) -> bool {
-        if input.is_heavy() || !self.is_light() || !self.has_begun.load(Ordering::SeqCst) {
-            return self.give(input);
-        }
-        if !self.inputs.lock().put(input) {
-            return false;
-        }
-        self.stirred.store(true, Ordering::SeqCst);
-        self.turn(Waits::No);
-        true
-    }
-
-    // ---- For the replica's thread ----
 
     /// Waits for something to come before the replica takes part, `wait` at most. None: it is over.
-    pub(crate) fn wait_inputs(&self, wait: Duration) -> Option<Inputs> {
-        let mut inputs = self.inputs.lock();
-        if inputs.is_empty() && !self.is_over() {
-            self.came.wait_for(&mut inputs, wait);
-        }
-        if self.is_over() {
-            return None;
-        }
-        Some(std::mem::take(&mut inputs))
+    fn wait_for_work(&self, wait: Duration) -> Option<Inputs> {
+        self.combiner.wait_for_work(wait)
     }
 
-    /// Lets the replica take part, looks at the time for it, and does what takes long, until it is over.
-    pub(crate) fn attend(&self, seat: Box<Seat>) {
-        *self.seat.lock() = Some(seat);
-        self.has_begun.store(true, Ordering::SeqCst);
-        while !self.is_over() {
-            self.pass(self.seat.lock());
-            // Not this thread waits for the disk: nobody else looks at the time.
-            if self.tender.get().is_none() {
-                self.desk().inspect(|desk| desk.call());
-            } else if self.wants_tender() {
-                self.stir();
-            }
-            let mut inputs = self.inputs.lock();
-            loop {
-                let due = self.due.load(Ordering::SeqCst);
-                self.armed.store(due, Ordering::SeqCst);
-                let wanted = inputs.is_heavy() || self.tender.get().is_none() && !inputs.is_empty();
-                let wait = self.clock.until(Timestamp(due));
-                if wanted || wait.is_zero() || self.is_over() {
-                    break;
-                }
-                if due == self.due.load(Ordering::SeqCst) {
-                    self.came.wait_for(&mut inputs, wait);
-                }
-            }
-        }
-        *self.seat.lock() = None;
-    }
-
-    /// Gives the replica what has come; the buffers stay.
-    pub(crate) fn feed(&self, inputs: &mut Inputs, replica: &mut Replica, outputs: &mut Outputs) {
-        inputs.take_items(|bytes, head| {
-            let Head { session, request, keep, wait, urgency, .. } = head;
-            let taken = replica.submit_encoded(bytes, session, request, keep, wait, urgency);
-            if !taken && wait.is_some() {
-                // What is repeated may have had its effect before, through this node or another.
-                let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
-                let outcome = Outcome::Refused(why);
-                let effect = Effect::Reply { session, request, outcome };
-                outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
-            }
-        });
-        for input in inputs.take_others() {
-            match input {
-                Input::Frame { from, bytes, bulk: _ } => replica.handle_frame(from, bytes),
-                Input::Unreachable { peer, refused } => replica.handle_unreachable(peer, refused),
-                Input::Written(number) => replica.handle_written(number),
-                Input::Snapshot(made) => replica.handle_snapshot(made, outputs),
-                Input::Room { low } => replica.handle_room(low),
-                Input::Read { session, request, query } => replica.read(session, request, query),
-                Input::Job { id, linear: true } => replica.read_job(id),
-                Input::Job { id, linear: false } => outputs.events.push(NodeEvent::Job(id, true)),
-                Input::Admin { id, request } => replica.admin(id, request),
-            }
-        }
-        inputs.tidy();
+    /// Lets the replica take part, and is the timer thread of the combiner until it is over.
+    fn run(&self, driver: ReplicaDriver) {
+        self.combiner.run(Box::new(driver), |due| self.clock.until(Timestamp(due)));
     }
 
     /// There is no cluster to change.
@@ -901,7 +599,9 @@ impl Replicated {
         }
     }
 
+    /// This node is a member and begins an incarnation: sessions get their ids from it.
     pub(crate) fn begin_run(&self, run: Run) {
+        self.last_session.store(run.session(0).0, Ordering::Release);
         self.run.store(run.0, Ordering::Release);
         self.announce_addresses();
     }
@@ -926,55 +626,12 @@ impl Replicated {
         self.view.lock().status = Some(status);
     }
 
-    pub(crate) fn set_members(&self, replica: &Replica) {
-        let machine = replica.machine();
-        let conf = replica.conf_state();
-        let mut view = self.view.lock();
-        view.raft_id = replica.id();
-        view.members = machine.members().clone();
-        view.last_raft_id = machine.next_raft_id() - 1;
-        view.voters = conf.voters;
-        view.learners = conf.learners;
-        view.policy = machine.policy().cloned();
-        view.addresses = machine.addresses().clone();
-        view.cluster = machine.cluster();
-        view.versions = machine.versions().clone();
-        view.version = machine.version();
+    pub(super) fn set_members(&self, replica: &Replica) {
+        self.view.lock().set_members(replica);
     }
 
-    pub(crate) fn admit(&self, peer: &Identity) -> Result<(), String> {
-        let view = self.view.lock();
-        if view.members.is_empty() {
-            return Ok(());
-        }
-        match view.members.get(&peer.raft_id) {
-            Some(member) if member.node != peer.node => {
-                Err(format!("member {} is {}, not {}", peer.raft_id, member.node, peer.node))
-            }
-            Some(member) if member.disk.is_some_and(|disk| disk != peer.disk) => Err(format!(
-                "{} came back with another data directory; remove it and let it join under a new id",
-                peer.node
-            )),
-            Some(_) => Ok(()),
-            None if peer.raft_id == 0 => {
-                let known = view.members.values().find(|member| member.node == peer.node);
-                match known {
-                    Some(member) if member.disk.is_some_and(|disk| disk != peer.disk) => {
-                        Err(format!(
-                            "{} came back with an empty data directory; remove it and let it join under a \
-                         new id",
-                            peer.node
-                        ))
-                    }
-                    _ => Ok(()),
-                }
-            }
-            None if peer.raft_id <= view.last_raft_id => {
-                Err(format!("{} was removed from the cluster", peer.node))
-            }
-            // Added by entries that this node has not seen yet.
-            None => Ok(()),
-        }
+    pub(super) fn admit(&self, peer: &Identity) -> Result<(), String> {
+        self.view.lock().admit(peer)
     }
 
     /// The node can not go on.
@@ -983,23 +640,25 @@ impl Replicated {
         let _ = self.fatal.set(why);
         self.failed.notify_waiters();
         self.failed.notify_one();
-        self.call();
+        self.combiner.end();
+        self.log_writer.wake();
     }
 
-    /// Brings events to this node's clients. True: the members have changed. Whom there is to talk to goes to `meet`.
-    pub(crate) fn route(
+    /// Sorts out the replica's events, under the combiner's lock: what is for clients becomes notices. True: the
+    /// members have changed. Whom there is to talk to goes to `meet`.
+    fn route(
         &self,
         events: impl Iterator<Item = NodeEvent>,
         replica: &Replica,
-        flushes: &mut PendingFlushes,
-        mut meet: impl FnMut(std::collections::BTreeMap<RaftId, Member>),
+        notices: &mut Vec<Notice>,
+        mut meet: impl FnMut(BTreeMap<RaftId, Member>),
     ) -> bool {
         let mut members = false;
         for event in events {
             match event {
                 NodeEvent::Machine(event) => {
                     members |= matches!(event, Event::Members | Event::PolicyChanged);
-                    self.route_event(event, replica.machine(), flushes);
+                    notices.extend(self.notice(event, replica.machine()));
                 }
                 NodeEvent::Job(id, can) => {
                     if let Some(job) = self.jobs.lock().remove(&id) {
@@ -1023,66 +682,93 @@ impl Replicated {
                 NodeEvent::Peers(members) => meet(members),
                 NodeEvent::Skipped => {
                     let Some(store) = replica.machine().store() else { continue };
-                    for session in self.router.all() {
-                        if store.subscribes(session.id) {
-                            self.expel(&session, flushes);
-                        }
-                    }
+                    let sessions = self.router.all().into_iter().map(|session| session.id());
+                    let listeners = sessions.filter(|&session| store.subscribes(session));
+                    notices.extend(listeners.map(|session| Notice::Expel { session, epoch: None }));
                 }
                 NodeEvent::NewRun(run) => {
                     self.begin_run(run);
-                    for session in self.router.all() {
-                        if let Some(sink) = session.state.lock().sink.take() {
-                            sink.cut();
-                            flushes.add(&sink);
-                        }
-                    }
+                    let sessions = self.router.all().into_iter().map(|session| session.id());
+                    notices.extend(sessions.map(|session| Notice::Cut { session }));
                 }
             }
         }
+        self.delivery.enqueue(notices);
         members
     }
 
-    fn route_event(&self, event: Event, machine: &Machine, flushes: &mut PendingFlushes) {
+    /// What is to be told of an event of the replicated state, if anything.
+    fn notice(&self, event: Event, machine: &Machine) -> Option<Notice> {
+        let run = Run(self.run.load(Ordering::Acquire));
         match event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
                 // What was given and can not be told is taken back by the node that should have told it, and
                 // by no other.
                 let repeatable = machine.is_kept(session) && request.is_repeatable();
-                let own = machine.home(session) == Some(Run(self.run.load(Ordering::Acquire)));
-                self.reply(session, request, outcome, own && !repeatable, flushes);
+                let undo = machine.home(session) == Some(run) && !repeatable;
+                Some(Notice::Reply { session, request, outcome, undo })
             }
-            Event::Effect(Effect::Push { session, push, .. }) => self.push(session, push, flushes),
-            Event::Effect(Effect::SessionEnded { session }) => {
-                if let Some(session) = self.router.get(session) {
-                    self.expel(&session, flushes);
-                }
+            Event::Effect(Effect::Push { session, push, .. }) => {
+                Some(Notice::Push { session, push })
             }
-            Event::Attached { by, request, to } => self.attach(by, request, to, flushes),
+            Event::Effect(Effect::SessionEnded { session }) | Event::Kicked { session } => {
+                Some(Notice::Expel { session, epoch: None })
+            }
+            Event::Attached { by, request, to } => {
+                Some(Notice::Attached { by, request, to, is_own: Run::of(by) == run })
+            }
             Event::Gone { session, epoch, .. } => {
-                if let Some(session) = self.router.get(session)
-                    && session.epoch.load(Ordering::SeqCst) == u64::from(epoch)
-                {
-                    self.expel(&session, flushes);
-                }
-            }
-            Event::Kicked { session } => {
-                if let Some(session) = self.router.get(session) {
-                    self.expel(&session, flushes);
-                }
+                Some(Notice::Expel { session, epoch: Some(epoch) })
             }
             Event::RunStarted(_)
             | Event::RunEnded(_)
             | Event::Members
             | Event::PolicyChanged
-            | Event::Digest { .. } => {}
+            | Event::Digest { .. } => None,
         }
     }
 
+    // ---- Delivering ----
+
+    /// Brings notices to the mailboxes of this node's clients, while no lock of the replica is held.
+    fn deliver(&self, may_wait: bool) {
+        self.delivery.run(may_wait, |notices| {
+            let mut flushes = PendingFlushes::new();
+            for notice in notices {
+                match notice {
+                    Notice::Reply { session, request, outcome, undo } => {
+                        self.reply(session, request, outcome, undo, &mut flushes);
+                    }
+                    Notice::Push { session, push } => self.push(session, push, &mut flushes),
+                    Notice::Expel { session, epoch } => self.expel(session, epoch, &mut flushes),
+                    Notice::Attached { by, request, to, is_own } => {
+                        self.attach(by, request, to, is_own, &mut flushes);
+                    }
+                    Notice::Cut { session } => self.cut(session, &mut flushes),
+                }
+            }
+            flushes.run();
+        });
+    }
+
     /// The session is no longer its connection's.
-    fn expel(&self, session: &Session, flushes: &mut PendingFlushes) {
+    fn expel(&self, id: SessionId, epoch: Option<u32>, flushes: &mut PendingFlushes) {
+        let Some(session) = self.router.get(id) else { return };
+        let is_current = |epoch| session.epoch.load(Ordering::SeqCst) == u64::from(epoch);
+        if !epoch.is_none_or(is_current) {
+            return;
+        }
         if let Some(sink) = session.state.lock().sink.take() {
             sink.close();
+            flushes.add(&sink);
+        }
+    }
+
+    /// The connection of a session ends because this node was out of touch with the others.
+    fn cut(&self, id: SessionId, flushes: &mut PendingFlushes) {
+        let Some(session) = self.router.get(id) else { return };
+        if let Some(sink) = session.state.lock().sink.take() {
+            sink.cut();
             flushes.add(&sink);
         }
     }
@@ -1120,9 +806,7 @@ impl Replicated {
             Pushed::First => flushes.add(sink),
             Pushed::Urgent => {
                 flushes.add_urgent(sink);
-                let sink = Arc::clone(sink);
                 drop(state);
-                drop(sink);
                 flushes.run();
             }
             Pushed::Behind | Pushed::Gone => {}
@@ -1146,6 +830,7 @@ impl Replicated {
         by: SessionId,
         request: RequestId,
         to: Option<(SessionId, u32)>,
+        is_own: bool,
         flushes: &mut PendingFlushes,
     ) {
         if let Some((id, epoch)) = to
@@ -1161,7 +846,7 @@ impl Replicated {
         }
         let Some(session) = self.router.get(by) else {
             if let Some((id, epoch)) = to
-                && Run::of(by) == Run(self.run.load(Ordering::Acquire))
+                && is_own
             {
                 self.leave(id, u64::from(epoch));
             }

@@ -128,7 +128,8 @@ impl PendingFlushes {
 pub struct SessionSecret(pub [u8; 16]);
 
 pub(crate) struct Session {
-    pub(crate) id: SessionId,
+    /// Changes only before anybody but this process has heard of the session ([`Router::rename`]).
+    id: AtomicU64,
     /// Through which it was opened.
     api: Api,
     /// A bit per shard that knows the session.
@@ -175,6 +176,10 @@ impl State {
 }
 
 impl Session {
+    pub(crate) fn id(&self) -> SessionId {
+        SessionId(self.id.load(Ordering::Acquire))
+    }
+
     pub(crate) fn touch(&self, shard: usize) {
         let (word, bit) = (&self.touched[shard / 64], 1 << (shard % 64));
         if word.load(Ordering::Relaxed) & bit == 0 {
@@ -211,7 +216,7 @@ impl Attachment {
     /// The session's id; for a connection also the connection's.
     #[must_use]
     pub fn id(&self) -> SessionId {
-        self.session.id
+        self.session.id()
     }
 
     /// How often the session was attached before.
@@ -282,7 +287,7 @@ impl Router {
         let api = sink.api();
         let state = State { sink: Some(sink), label, secret: None, attached: None };
         let session = Arc::new(Session {
-            id,
+            id: AtomicU64::new(id.0),
             api,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
             usage: Arc::default(),
@@ -295,6 +300,16 @@ impl Router {
             self.counts[before.api as usize].fetch_sub(1, Ordering::Relaxed);
         }
         Attachment { session, epoch }
+    }
+
+    /// Gives a session another id, unless it has another one already. Nobody but this process may have heard of it.
+    pub(crate) fn rename(&self, session: &Arc<Session>, before: SessionId, id: SessionId) {
+        // First, so that an answer to whoever sees the id finds the session.
+        self.part(id).write().insert(id, Arc::clone(session));
+        let order = Ordering::AcqRel;
+        let renamed = session.id.compare_exchange(before.0, id.0, order, Ordering::Acquire);
+        let unused = if renamed.is_ok() { before } else { id };
+        self.part(unused).write().remove(&unused);
     }
 
     /// All of them, in no order.
@@ -317,9 +332,10 @@ impl Router {
         if let Some(secret) = session.state.lock().secret.take() {
             self.forget_secret(secret);
         }
-        let mut part = self.part(session.id).write();
-        if part.get(&session.id).is_some_and(|known| std::ptr::eq(&**known, session)) {
-            part.remove(&session.id);
+        let id = session.id();
+        let mut part = self.part(id).write();
+        if part.get(&id).is_some_and(|known| std::ptr::eq(&**known, session)) {
+            part.remove(&id);
             self.counts[session.api as usize].fetch_sub(1, Ordering::Relaxed);
         }
     }

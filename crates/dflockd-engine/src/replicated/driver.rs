@@ -1,51 +1,41 @@
-//! Threads around a replica: the only place here that touches disk and sockets.
+//! A node around its replica: how it comes to a cluster, its threads, and what is done with the replica's outputs.
 //!
-//! Whoever turns to the [`Replica`] has its `Seat`: lets it take all that has come and decide, and hands out what
-//! follows. Then it turns to the `Desk` and writes and syncs all that is there for the log, while others may turn to
-//! the replica: a slow disk stops neither the clock nor the network. `replica` is the thread that does this when time
-//! passes or something takes long; `log` is for a disk that turns out to be slow. A snapshot has a thread of its own
-//! while it is made. Peers are served by the runtime's threads.
+//! The combiner drives a [`ReplicaDriver`]: it lets the [`Replica`] take all that has come and decide, hands writes to
+//! the log thread and frames to the transport, and leaves notices for clients to the thread that delivers them. The
+//! timer thread of the combiner is called `replica`. A snapshot has a thread of its own while it is made. Peers are
+//! served by the runtime's threads.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use dflockd_core::{Span, Timestamp};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 use ring::digest;
 
-use crate::clock::{Clock, unix_nanos};
-use crate::replicated::{Input, Inputs, Replicated};
-use crate::router::PendingFlushes;
+use super::combiner::Drive;
+use super::delivery::Notice;
+use super::log_writer::{
+    DESCRIPTOR_PAUSE_MAX, DESCRIPTOR_PAUSE_MIN, LogJob, LogWriter, is_passing, log_failed,
+};
+use super::{Input, Inputs, Replicated};
+use crate::clock::unix_nanos;
 use crate::transport::{Handler, Identity, Lane, PeerAddress, Transport, TransportConfig};
 use dflockd_replica::codec::{self, Frame};
-use dflockd_replica::disk::{Disk, RealDisk, is_out_of_descriptors};
-use dflockd_replica::log::{LogBatch, LogOptions, LogStore, Recovered, Room, write_snapshot};
+use dflockd_replica::disk::{RealDisk, is_out_of_descriptors};
+use dflockd_replica::log::{LogBatch, LogOptions, LogStore, Recovered, write_snapshot};
 use dflockd_replica::machine::Machine;
 use dflockd_replica::types::{Member, NodeIdentity, Policy, RaftId, Run, Start};
 use dflockd_replica::{
-    Gone, LogWrite, MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK,
-    note, version,
+    MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note, version,
 };
 
 /// Bytes of log after which a snapshot is made.
 const SNAPSHOT_BYTES: u64 = 64 << 20;
-/// Who needs the disk waits for it: to wake another thread for it and be woken again costs about as much as the disk.
-/// But if that took so long,
-const SLOW_DISK: Span = Span::from_millis(50);
-/// then for so long the log's thread does the waiting.
-const SLOW_DISK_PAUSE: Span = Span::from_secs(1);
-/// How often the log's thread looks whether a full disk has room again.
-const ROOM_LOOK: Duration = Duration::from_secs(1);
-/// Pauses between attempts to open a file while the process has no descriptor for it: each is twice as long as the one
-/// before.
-const DESCRIPTOR_PAUSE_MIN: Duration = Duration::from_millis(10);
-const DESCRIPTOR_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// How long a finished snapshot waits for a descriptor before it is given up.
 const SNAPSHOT_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -132,6 +122,16 @@ pub(crate) async fn start(
     if start > Run::START_MAX {
         return Err("this node was started too often; let a new one take its place".into());
     }
+    if who.raft_id > Run::RAFT_ID_MAX {
+        return Err(format!(
+            "the data directory belongs to member {}, which can not be",
+            who.raft_id
+        ));
+    }
+    if who.raft_id != 0 {
+        // Before the first client can be there: what it asks for waits in the queue until the replica takes part.
+        front.begin_run(Run::new(who.raft_id, start));
+    }
     let notes = vec![
         (note::IDENTITY.to_vec(), codec::pack(&who)),
         (note::START.to_vec(), start.to_le_bytes().to_vec()),
@@ -156,18 +156,16 @@ pub(crate) async fn start(
     if version::is_used(&recovered.entries, version::SEALED) {
         transport.seal();
     }
-    let desk = Arc::new(Desk::new(log, disk.clone()));
-    front.set_desk(&desk);
-    let seats = Seats {
+    let site = Site {
         front: Arc::clone(front),
         gate,
         transport: Arc::clone(&transport),
-        desk,
+        log_writer: Arc::clone(&front.log_writer),
         disk,
         start,
         options,
     };
-    spawn("replica", move || seats.run(recovered))?;
+    spawn("replica", move || site.run(log, recovered))?;
     Ok(transport)
 }
 
@@ -209,7 +207,7 @@ fn beginning(
     Some((metadata, Bytes::from(machine.snapshot())))
 }
 
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), String> {
+pub(super) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), String> {
     let runtime = tokio::runtime::Handle::current();
     std::thread::Builder::new()
         .name(name.into())
@@ -255,7 +253,7 @@ impl Handler for Gate {
 
     fn received(&self, from: u64, lane: Lane, frame: Bytes) {
         if let Some(front) = self.front.upgrade() {
-            front.bring(Input::Frame { from, bytes: frame, bulk: lane == Lane::Bulk });
+            front.enqueue_and_drive(Input::Frame { from, bytes: frame, bulk: lane == Lane::Bulk });
         }
     }
 
@@ -272,7 +270,7 @@ impl Handler for Gate {
             && let Some(front) = self.front.upgrade()
         {
             front.gauges().connected.lock().remove(&peer);
-            front.give(Input::Unreachable { peer, refused });
+            front.enqueue(Input::Unreachable { peer, refused });
         }
     }
 
@@ -285,39 +283,47 @@ impl Handler for Gate {
     fn stream_lost(&self, _peer: u64, _lane: Lane) {}
 }
 
-/// A replica that takes part, and what whoever turns to it needs.
-pub(crate) struct Seat {
-    seats: Seats,
+/// The replica and all that is needed to do what it wants: what the combiner drives.
+pub(super) struct ReplicaDriver {
+    site: Site,
     replica: Replica,
     outputs: Outputs,
-    /// What it takes now; empty in between.
-    pub(crate) inputs: Inputs,
+    notices: Vec<Notice>,
+    /// What the replica takes now; empty in between.
+    inputs: Inputs,
 }
 
-impl Seat {
-    /// Lets the replica take its inputs, and hands out what it wants. Says when it wants to look at the time.
-    pub(crate) fn pass(
-        &mut self,
-        front: &Replicated,
-        flushes: &mut PendingFlushes,
-    ) -> Result<Timestamp, String> {
-        let Self { seats, replica, outputs, inputs } = self;
+impl Drive for ReplicaDriver {
+    type Queue = Inputs;
+
+    fn queue(&mut self) -> &mut Inputs {
+        &mut self.inputs
+    }
+
+    /// Lets the replica take its inputs, and does what it wants.
+    fn drive(&mut self) -> u64 {
+        let Self { site, replica, outputs, notices, inputs } = self;
+        let front = Arc::clone(&site.front);
+        let fuse = FailNodeOnPanic::new(&front);
         let began = front.clock().now();
         replica.handle_time(began);
-        front.feed(inputs, replica, outputs);
+        inputs.feed(replica, outputs);
         replica.poll(outputs);
         front.gauges().turned(replica, began, front.clock().now());
-        seats.hand_out(replica, outputs, flushes)?;
-        Ok(replica.next_deadline())
+        if let Err(why) = site.hand_out(replica, outputs, notices) {
+            front.fail(why);
+        }
+        fuse.disarm();
+        replica.next_deadline().0
     }
 }
 
 /// What is around a replica.
-struct Seats {
+struct Site {
     front: Arc<Replicated>,
     gate: Arc<Gate>,
     transport: Arc<Transport>,
-    desk: Arc<Desk>,
+    log_writer: Arc<LogWriter>,
     disk: RealDisk,
     start: u32,
     options: ClusterOptions,
@@ -326,289 +332,25 @@ struct Seats {
 /// A replica, and the frame that told it who it is, if one had to.
 type Begun = (Replica, Option<(RaftId, Bytes)>);
 
-/// What there is to do for the log.
-enum LogJob {
-    Write(LogWrite),
-    SnapshotStored(SnapshotMetadata),
-    CutBefore(u64, Option<Gone>),
-    Note(Vec<u8>, Vec<u8>),
-}
-
-impl LogJob {
-    /// Whether it may take long.
-    fn is_heavy(&self) -> bool {
-        match self {
-            Self::Write(write) => write.snapshot.is_some(),
-            Self::SnapshotStored(_) | Self::CutBefore(..) => true,
-            Self::Note(..) => false,
-        }
-    }
-
-    /// Whether it counts only when it is durable.
-    fn wants_sync(&self) -> bool {
-        match self {
-            Self::Write(write) => write.sync,
-            Self::Note(..) => true,
-            Self::SnapshotStored(_) | Self::CutBefore(..) => false,
-        }
-    }
-}
-
-/// Where the log is written, by one at a time: who finds it busy leaves, because the one who is at it looks again.
-pub(crate) struct Desk {
-    jobs: Mutex<Vec<LogJob>>,
-    kept: Mutex<Kept>,
-    /// The same directory.
-    disk: RealDisk,
-    /// For the log's thread.
-    came: Condvar,
-    /// Until then the disk is slow.
-    slow_until: AtomicU64,
-    /// The log waits for a descriptor, which is for its own thread: nobody else has to wait with it.
-    starved: AtomicBool,
-}
-
-struct Kept {
-    log: Log,
-    /// As it was last told.
-    room: Room,
-    /// To be dropped when nobody waits for it.
-    gone: Option<Gone>,
-}
-
-impl Desk {
-    fn new(log: Log, disk: RealDisk) -> Self {
-        Self {
-            jobs: Mutex::default(),
-            kept: Mutex::new(Kept { log, room: Room::Plenty, gone: None }),
-            disk,
-            came: Condvar::new(),
-            slow_until: AtomicU64::new(0),
-            starved: AtomicBool::new(false),
-        }
-    }
-
-    /// To be followed by [`write`](Self::write).
-    fn put(&self, jobs: impl IntoIterator<Item = LogJob>) {
-        self.jobs.lock().extend(jobs);
-    }
-
-    /// Does all that is there, unless that is for somebody else. Who did something looks again afterwards.
-    pub(crate) fn write(&self, front: &Replicated) -> io::Result<bool> {
-        {
-            let jobs = self.jobs.lock();
-            if jobs.is_empty() {
-                return Ok(false);
-            }
-            if !self.is_light(&jobs, front.clock()) {
-                self.came.notify_one();
-                return Ok(false);
-            }
-        }
-        match self.kept.try_lock() {
-            Some(mut kept) => self.work(&mut kept, front),
-            None => Ok(false),
-        }
-    }
-
-    /// Whether somebody should [`write`](Self::write). What is for the log's thread it is called for.
-    pub(crate) fn wants_writer(&self, clock: &Clock) -> bool {
-        let jobs = self.jobs.lock();
-        if jobs.is_empty() {
-            return false;
-        }
-        if !self.is_light(&jobs, clock) {
-            self.came.notify_one();
-            return false;
-        }
-        !self.kept.is_locked()
-    }
-
-    /// Whether jobs are for anybody and not for the log's thread.
-    fn is_light(&self, jobs: &[LogJob], clock: &Clock) -> bool {
-        let is_slow = clock.now().0 < self.slow_until.load(Ordering::Relaxed)
-            || self.starved.load(Ordering::Relaxed);
-        !is_slow && !jobs.iter().any(LogJob::is_heavy)
-    }
-
-    /// Does all that is there. True: the replica was told something.
-    ///
-    /// What can not be done for want of a descriptor goes back to the head of the queue, with all behind it; what was
-    /// done before is told.
-    fn work(&self, kept: &mut Kept, front: &Replicated) -> io::Result<bool> {
-        let (mut number, mut sync, mut lacking) = (None, false, None);
-        let jobs = std::mem::take(&mut *self.jobs.lock());
-        let mut jobs = jobs.into_iter();
-        while let Some(mut job) = jobs.next() {
-            match kept.perform(&mut job) {
-                Ok(()) => {
-                    sync |= job.wants_sync();
-                    if let LogJob::Write(write) = job {
-                        number = Some(write.number);
-                    }
-                }
-                Err(error) if is_out_of_descriptors(&error) => {
-                    lacking = Some(error);
-                    let left = [job].into_iter().chain(jobs);
-                    self.jobs.lock().splice(..0, left);
-                    break;
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        if sync {
-            let began = front.clock().now();
-            kept.log.sync()?;
-            let now = front.clock().now();
-            front.gauges().synced(now.since(began), kept.log.bytes());
-            if now.since(began) >= SLOW_DISK {
-                self.slow_until.store((now + SLOW_DISK_PAUSE).0, Ordering::Relaxed);
-            }
-        }
-        self.set_starved(lacking.as_ref());
-        // Before somebody else is at it: what is told later must not be older.
-        let room = kept.room_change();
-        let is_told = number.is_some() || room.is_some();
-        if is_told {
-            front.written(number, room);
-        }
-        Ok(is_told)
-    }
-
-    /// Whether the log waits for a descriptor. Said once, and once more when it goes on.
-    fn set_starved(&self, lacking: Option<&io::Error>) {
-        let was_starved = self.starved.swap(lacking.is_some(), Ordering::Relaxed);
-        match lacking {
-            Some(error) if !was_starved => {
-                tracing::error!(%error, "the log waits for a file descriptor");
-                self.came.notify_one();
-            }
-            None if was_starved => tracing::info!("the log has its file descriptor and goes on"),
-            Some(_) | None => {}
-        }
-    }
-
-    /// What the log's thread does.
-    fn attend(&self, front: &Replicated) -> io::Result<()> {
-        let mut pause = DESCRIPTOR_PAUSE_MIN;
-        while !front.is_over() {
-            let is_idle = {
-                let mut jobs = self.jobs.lock();
-                jobs.is_empty() && self.came.wait_for(&mut jobs, ROOM_LOOK).timed_out()
-            };
-            if self.starved.load(Ordering::Relaxed) {
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(DESCRIPTOR_PAUSE_MAX);
-            } else {
-                pause = DESCRIPTOR_PAUSE_MIN;
-            }
-            let mut kept = self.kept.lock();
-            if is_idle && kept.room == Room::Low {
-                match kept.log.retry_room() {
-                    // There will be another look.
-                    Err(error) if is_out_of_descriptors(&error) => {}
-                    looked => drop(looked?),
-                }
-            }
-            let is_told = self.work(&mut kept, front)?;
-            drop(kept);
-            if is_told {
-                front.stir();
-            }
-            self.tidy_up()?;
-        }
-        self.kept.lock().log.sync()
-    }
-
-    /// Removes what is not needed any more, while others go on.
-    fn tidy_up(&self) -> io::Result<()> {
-        let (litter, gone) = {
-            let mut kept = self.kept.lock();
-            (kept.log.take_litter(), kept.gone.take())
-        };
-        drop(gone);
-        if litter.is_empty() {
-            return Ok(());
-        }
-        let mut disk = self.disk.clone();
-        for name in litter {
-            disk.remove(&name)?;
-            disk.sync_dir()?;
-        }
-        self.kept.lock().log.swept();
-        Ok(())
-    }
-
-    /// Calls the log's thread.
-    pub(crate) fn call(&self) {
-        // Not between its look at the queue and its sleep.
-        drop(self.jobs.lock());
-        self.came.notify_one();
-    }
-}
-
-impl Kept {
-    /// May be repeated if it [`is_out_of_descriptors`]. What is done of the job is taken from it.
-    fn perform(&mut self, job: &mut LogJob) -> io::Result<()> {
-        match job {
-            LogJob::Write(write) => self.write(write),
-            LogJob::Note(key, value) => {
-                let notes = vec![(key.clone(), value.clone())];
-                self.log.write(&LogBatch { notes, ..LogBatch::default() })
-            }
-            LogJob::SnapshotStored(metadata) => self.log.adopt(metadata),
-            LogJob::CutBefore(index, gone) => {
-                self.log.retire_before(*index)?;
-                self.gone = gone.take();
-                Ok(())
-            }
-        }
-    }
-
-    fn write(&mut self, write: &mut LogWrite) -> io::Result<()> {
-        if let Some(snapshot) = &write.snapshot {
-            if snapshot.install {
-                self.log.install_snapshot(&snapshot.metadata, &snapshot.data)?;
-            } else {
-                match self.log.store_snapshot(&snapshot.metadata, &snapshot.data) {
-                    // The older one, and the log behind it, will do.
-                    Err(error) if is_passing(&error) => {}
-                    stored => stored?,
-                }
-            }
-            write.snapshot = None;
-        }
-        self.log.write(&write.batch)
-    }
-
-    fn room_change(&mut self) -> Option<Room> {
-        let room = self.log.room();
-        (std::mem::replace(&mut self.room, room) != room).then_some(room)
-    }
-}
-
-pub(crate) fn log_failed(error: &io::Error) -> String {
-    format!("the log can not be written: {error}")
-}
-
-impl Seats {
-    fn run(self, recovered: Recovered) {
+impl Site {
+    fn run(self, log: Log, recovered: Recovered) {
         let front = Arc::clone(&self.front);
-        let bomb = Bomb::new(&front);
-        if let Err(why) = self.take_part(recovered) {
+        let fuse = FailNodeOnPanic::new(&front);
+        if let Err(why) = self.take_part(log, recovered) {
             front.fail(why);
         }
-        bomb.defuse();
+        fuse.disarm();
     }
 
-    fn take_part(self, recovered: Recovered) -> Result<(), String> {
-        let (front, desk) = (Arc::clone(&self.front), Arc::clone(&self.desk));
+    fn take_part(self, log: Log, recovered: Recovered) -> Result<(), String> {
+        let (front, writer) = (Arc::clone(&self.front), Arc::clone(&self.log_writer));
+        let disk = self.disk.clone();
         spawn("log", move || {
-            let bomb = Bomb::new(&front);
-            if let Err(error) = desk.attend(&front) {
+            let fuse = FailNodeOnPanic::new(&front);
+            if let Err(error) = writer.run(log, &disk, &front) {
                 front.fail(log_failed(&error));
             }
-            bomb.defuse();
+            fuse.disarm();
         })?;
         let Some((mut replica, first)) = self.begin(recovered)? else { return Ok(()) };
         self.meet(&replica);
@@ -617,21 +359,16 @@ impl Seats {
         }
         let front = Arc::clone(&self.front);
         let (outputs, inputs) = (Outputs::default(), Inputs::default());
-        front.attend(Box::new(Seat { seats: self, replica, outputs, inputs }));
+        front.run(ReplicaDriver { site: self, replica, outputs, notices: Vec::new(), inputs });
         Ok(())
     }
 
     /// The replica, once it is known who this node is.
     fn begin(&self, recovered: Recovered) -> Result<Option<Begun>, String> {
         let mut raft_id = self.gate.who.lock().raft_id;
-        if raft_id > Run::RAFT_ID_MAX {
-            return Err(format!(
-                "the data directory belongs to member {raft_id}, which can not be"
-            ));
-        }
         let mut first = None;
         while raft_id == 0 {
-            let Some(mut inputs) = self.front.wait_inputs(Duration::from_secs(1)) else {
+            let Some(mut inputs) = self.front.wait_for_work(Duration::from_secs(1)) else {
                 return Ok(None);
             };
             for input in inputs.take_others() {
@@ -662,7 +399,7 @@ impl Seats {
             who.raft_id = raft_id;
             who.clone()
         };
-        self.desk.put([LogJob::Note(note::IDENTITY.to_vec(), codec::pack(&who))]);
+        self.log_writer.put([LogJob::Note(note::IDENTITY.to_vec(), codec::pack(&who))]);
         let options = &self.options;
         let ticks = |duration: Duration| {
             usize::try_from(duration.as_nanos() / u128::from(TICK.0)).unwrap_or(usize::MAX).max(1)
@@ -691,7 +428,9 @@ impl Seats {
             snapshot_bytes: SNAPSHOT_BYTES,
         };
         let replica = Replica::new(config, recovered, self.front.clock().now())?;
-        self.front.begin_run(replica.run());
+        if first.is_some() {
+            self.front.begin_run(replica.run());
+        }
         Ok(Some((replica, first)))
     }
 
@@ -731,9 +470,9 @@ impl Seats {
         &self,
         replica: &mut Replica,
         outputs: &mut Outputs,
-        flushes: &mut PendingFlushes,
+        notices: &mut Vec<Notice>,
     ) -> Result<(), String> {
-        self.desk.put(outputs.writes.drain(..).map(LogJob::Write));
+        self.log_writer.put(outputs.writes.drain(..).map(LogJob::Write));
         for frame in outputs.frames.drain(..) {
             let lane = if frame.bulk { Lane::Bulk } else { Lane::Main };
             self.transport.send(frame.to, lane, frame.bytes);
@@ -743,7 +482,7 @@ impl Seats {
         }
         let events = outputs.events.drain(..);
         let members_changed =
-            self.front.route(events, replica, flushes, |members| self.dial(&members));
+            self.front.route(events, replica, notices, |members| self.dial(&members));
         if members_changed {
             self.meet(replica);
         }
@@ -751,7 +490,8 @@ impl Seats {
         if let Some(index) = outputs.cut_before.take() {
             let metadata = replica.snapshot_metadata().clone();
             let gone = outputs.gone.take();
-            self.desk.put([LogJob::SnapshotStored(metadata), LogJob::CutBefore(index, gone)]);
+            self.log_writer
+                .put([LogJob::SnapshotStored(metadata), LogJob::TruncateBefore(index, gone)]);
         }
         if let Some(job) = outputs.snapshot_job.take() {
             let (front, disk) = (Arc::clone(&self.front), self.disk.clone());
@@ -765,7 +505,7 @@ impl Seats {
 }
 
 fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) {
-    let bomb = Bomb::new(front);
+    let fuse = FailNodeOnPanic::new(front);
     // Nobody waits for it. This is for one thread on Linux, and for the whole process elsewhere.
     if cfg!(target_os = "linux") {
         let _ = rustix::process::nice(10);
@@ -774,16 +514,16 @@ fn make_snapshot(job: SnapshotJob, mut disk: RealDisk, front: &Arc<Replicated>) 
         Err(why) => front.fail(format!("a snapshot can not be made: {why}")),
         Ok(made) => match write_patiently(&mut disk, &made, front) {
             Ok(()) => {
-                front.give(Input::Snapshot(Some(made)));
+                front.enqueue(Input::Snapshot(Some(made)));
             }
             Err(error) if is_passing(&error) => {
                 tracing::warn!(%error, "no room for a snapshot; the next one is tried later");
-                front.give(Input::Snapshot(None));
+                front.enqueue(Input::Snapshot(None));
             }
             Err(error) => front.fail(format!("a snapshot can not be written: {error}")),
         },
     }
-    bomb.defuse();
+    fuse.disarm();
 }
 
 /// Writes a snapshot, and waits for a descriptor if there is none: to make the snapshot again costs more.
@@ -808,25 +548,20 @@ fn write_patiently(disk: &mut RealDisk, made: &MadeSnapshot, front: &Replicated)
     }
 }
 
-/// Whether a snapshot could not be written for a reason that passes. The log goes on without it.
-fn is_passing(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::StorageFull || is_out_of_descriptors(error)
-}
+/// Ends the node if the thread panics before it is disarmed: half of a member is worse than none.
+pub(super) struct FailNodeOnPanic<'a>(&'a Replicated);
 
-/// Whoever panics at the replica or its log takes the process along: half of a member is worse than none.
-pub(crate) struct Bomb<'a>(&'a Replicated);
-
-impl<'a> Bomb<'a> {
-    pub(crate) fn new(front: &'a Replicated) -> Self {
+impl<'a> FailNodeOnPanic<'a> {
+    pub(super) fn new(front: &'a Replicated) -> Self {
         Self(front)
     }
 
-    pub(crate) fn defuse(self) {
+    pub(super) fn disarm(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Bomb<'_> {
+impl Drop for FailNodeOnPanic<'_> {
     fn drop(&mut self) {
         self.0.fail("a thread of the replica has panicked".into());
     }
@@ -837,12 +572,15 @@ pub(crate) type Fatal = OnceLock<String>;
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::Limits;
+    use std::sync::atomic::AtomicU64;
+
+    use dflockd_core::{Limits, Span, Timestamp};
     use dflockd_testkit::Dir;
     use dflockd_testkit::eventually::tasks::eventually;
     use raft::eraftpb::{Message, MessageType};
 
     use super::*;
+    use crate::clock::Clock;
     use crate::transport::{Credentials, Limits as TransportLimits, Secret, Version};
     use dflockd_replica::types::AutoRelease;
 

@@ -8,11 +8,14 @@
 use std::vec::Drain;
 
 use bytes::Bytes;
-use dflockd_core::{RequestId, SessionId, Span, Urgency};
+use dflockd_core::{Effect, Outcome, Refusal, RequestId, SessionId, Span, Urgency};
 
 use dflockd_replica::admin::AdminRequest;
+use dflockd_replica::machine::Event;
 use dflockd_replica::types::{Item, RaftId};
-use dflockd_replica::{MadeSnapshot, OwnedQuery, codec};
+use dflockd_replica::{MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, codec};
+
+use super::combiner::Queue;
 
 /// Items of clients that wait, and how many bytes they have.
 pub(super) const ITEMS_MAX: usize = 128 << 10;
@@ -45,13 +48,13 @@ pub(crate) struct Inputs {
 }
 
 /// What there is to know about an item besides its bytes.
-pub(super) struct Head {
+struct Head {
     end: usize,
-    pub(super) session: SessionId,
-    pub(super) request: RequestId,
-    pub(super) keep: bool,
-    pub(super) wait: Option<Span>,
-    pub(super) urgency: Urgency,
+    session: SessionId,
+    request: RequestId,
+    keep: bool,
+    wait: Option<Span>,
+    urgency: Urgency,
 }
 
 /// What is no client's command.
@@ -81,18 +84,48 @@ impl Input {
     }
 }
 
-impl Inputs {
-    pub(super) fn is_empty(&self) -> bool {
+impl Queue for Inputs {
+    fn requests(&self) -> usize {
+        self.heads.len()
+    }
+
+    fn is_empty(&self) -> bool {
         self.heads.is_empty() && self.others.is_empty()
     }
 
-    pub(super) fn is_heavy(&self) -> bool {
+    fn is_heavy(&self) -> bool {
         self.heavy
     }
+}
 
-    /// How many items there are.
-    pub(super) fn items(&self) -> usize {
-        self.heads.len()
+impl Inputs {
+    /// Gives the replica all of it; the buffers stay.
+    pub(super) fn feed(&mut self, replica: &mut Replica, outputs: &mut Outputs) {
+        self.take_items(|bytes, head| {
+            let Head { session, request, keep, wait, urgency, .. } = head;
+            let taken = replica.submit_encoded(bytes, session, request, keep, wait, urgency);
+            if !taken && wait.is_some() {
+                // What is repeated may have had its effect before, through this node or another.
+                let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
+                let outcome = Outcome::Refused(why);
+                let effect = Effect::Reply { session, request, outcome };
+                outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
+            }
+        });
+        for input in self.take_others() {
+            match input {
+                Input::Frame { from, bytes, bulk: _ } => replica.handle_frame(from, bytes),
+                Input::Unreachable { peer, refused } => replica.handle_unreachable(peer, refused),
+                Input::Written(number) => replica.handle_written(number),
+                Input::Snapshot(made) => replica.handle_snapshot(made, outputs),
+                Input::Room { low } => replica.handle_room(low),
+                Input::Read { session, request, query } => replica.read(session, request, query),
+                Input::Job { id, linear: true } => replica.read_job(id),
+                Input::Job { id, linear: false } => outputs.events.push(NodeEvent::Job(id, true)),
+                Input::Admin { id, request } => replica.admin(id, request),
+            }
+        }
+        self.tidy();
     }
 
     /// Takes an item. False: there is too much before it.
@@ -144,7 +177,7 @@ impl Inputs {
     }
 
     /// Takes all items out.
-    pub(super) fn take_items(&mut self, mut each: impl FnMut(&[u8], Head)) {
+    fn take_items(&mut self, mut each: impl FnMut(&[u8], Head)) {
         let mut begin = 0;
         for head in self.heads.drain(..) {
             let end = head.end;
@@ -162,7 +195,7 @@ impl Inputs {
     }
 
     /// When all is taken: keeps the memory for the next ones, unless it is the memory of a flood.
-    pub(super) fn tidy(&mut self) {
+    fn tidy(&mut self) {
         if self.items.capacity() > BYTES_KEPT {
             self.items.shrink_to(BYTES_KEPT);
         }

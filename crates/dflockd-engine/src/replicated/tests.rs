@@ -5,12 +5,13 @@ use dflockd_testkit::Dir;
 use dflockd_testkit::eventually::tasks::eventually;
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
+use super::combiner::Queue;
 use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
 use super::*;
 use crate::replicated::driver::Formation;
 use crate::transport::{Limits as TransportLimits, Secret, TransportConfig};
 use dflockd_replica::log::{Recovered, StoredSnapshot};
-use dflockd_replica::types::{AutoRelease, Start};
+use dflockd_replica::types::{AutoRelease, Policy, Start};
 use dflockd_replica::{RaftConfig, ReplicaConfig};
 
 /// Keeps the answers.
@@ -51,6 +52,12 @@ fn policy() -> Policy {
 }
 
 async fn single_node() -> (Arc<Replicated>, Dir) {
+    let (member, dir) = start(Formation::Bootstrap).await;
+    eventually("it is ready", async || member.is_ready()).await;
+    (member, dir)
+}
+
+async fn start(formation: Formation) -> (Arc<Replicated>, Dir) {
     let dir = Dir::new();
     let credentials = Credentials { secrets: vec![Secret::new(vec![7; 32]).unwrap()], tls: None };
     let options = ClusterOptions {
@@ -64,16 +71,71 @@ async fn single_node() -> (Arc<Replicated>, Dir) {
         },
         peer_addr: "127.0.0.1:1".into(),
         client_addr: "127.0.0.1:2".into(),
-        formation: Formation::Bootstrap,
+        formation,
         witness: false,
         policy: policy(),
         election_timeout: Duration::from_millis(100),
         heartbeat_interval: Duration::from_millis(30),
         snapshot_entries: 100_000,
     };
-    let member = Replicated::start(options, Clock::system()).await.unwrap();
-    eventually("it is ready", async || member.is_ready()).await;
-    (member, dir)
+    (Replicated::start(options, Clock::system()).await.unwrap(), dir)
+}
+
+fn add(member: &Replicated, client: &Attachment, request: u64) -> Submitted {
+    let command = Command::Add(command::Add { key: b"count", delta: 1, decrement: false });
+    member.submit(client, RequestId(request), false, command)
+}
+
+/// GUARANTEES 49: a client that comes before the member takes part waits for its answer, and stays.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_first_client_waits_for_the_member() {
+    let (member, _dir) = start(Formation::Bootstrap).await;
+    let answers = Arc::new(Answers::default());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    for request in 1..3 {
+        assert!(matches!(add(&member, &client, request), Submitted::Later(_)));
+        assert_eq!(answers.of(request).await, Outcome::Number(request.cast_signed()));
+    }
+    member.stop();
+}
+
+/// GUARANTEES 49: a client of a node that waits to be added is told that nobody can decide, and goes on when the node
+/// is a member.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_stays_when_its_node_becomes_a_member() {
+    let (member, _dir) = start(Formation::Join).await;
+    let answers = Arc::new(Answers::default());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    let unavailable = Submitted::Done(Outcome::Refused(Refusal::Unavailable));
+    assert_eq!(add(&member, &client, 1), unavailable);
+    let run = Run::new(2, 1);
+    member.begin_run(run);
+    assert!(matches!(add(&member, &client, 2), Submitted::Later(_)));
+    assert_eq!(Run::of(client.id()), run);
+    assert!(member.router.get(client.id()).is_some_and(|found| found.id() == client.id()));
+    member.stop();
+}
+
+/// Ids of sessions are never given out twice (GUARANTEES 18): when an incarnation has no more numbers, a client waits
+/// for the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn session_numbers_end_and_do_not_wrap() {
+    let (member, _dir) = start(Formation::Join).await;
+    let run = Run::new(2, 1);
+    member.begin_run(run);
+    let open = || member.open(Arc::new(Answers::default()), "client".into());
+    let first = open();
+    member.last_session.store(run.session(u32::MAX - 1).0, Ordering::Release);
+    assert_eq!(open().id(), run.session(u32::MAX));
+    let late = open();
+    assert_eq!(Run::of(late.id()), Run(0), "there is no number left");
+    assert!(matches!(add(&member, &late, 1), Submitted::Done(Outcome::Refused(_))));
+    assert!(member.router.get(first.id()).is_some_and(|found| Arc::ptr_eq(&found, &first.session)));
+    let next = Run::new(2, 2);
+    member.begin_run(next);
+    assert!(matches!(add(&member, &late, 2), Submitted::Later(_)));
+    assert_eq!(late.id(), next.session(1));
+    member.stop();
 }
 
 /// GUARANTEES 48: while the replica is busy, requests are refused at a bound instead of piling up, those that give
@@ -83,14 +145,11 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     let (member, _dir) = single_node().await;
     let answers = Arc::new(Answers::default());
     let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
-    let add = |request: u64| {
-        let command = Command::Add(command::Add { key: b"count", delta: 1, decrement: false });
-        member.submit(&client, RequestId(request), false, command)
-    };
+    let add = |request| add(&member, &client, request);
     assert!(matches!(add(1), Submitted::Later(_)));
     answers.of(1).await;
 
-    let seat = member.seat.lock();
+    let stall = member.combiner.stall();
     let value = vec![7; 64 << 10];
     let push = |request| {
         let command = Command::Push(command::Push { key: b"list", end: End::Left, value: &value });
@@ -124,11 +183,12 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
         assert!(reads <= 2 * READS_MAX as u64, "there is no bound");
     }
     assert_eq!(reads, READS_MAX as u64);
-    let before = member.inputs.lock().items();
+    let items = || member.combiner.with_queue(Queue::requests);
+    let before = items();
     member.cancel(&client, RequestId(10));
-    assert_eq!(member.inputs.lock().items(), before + 1, "what follows is never refused");
-    drop(seat);
-    member.stir();
+    assert_eq!(items(), before + 1, "what follows is never refused");
+    drop(stall);
+    member.cancel(&client, RequestId(10));
 
     assert!(matches!(answers.of(3_000_000).await, Outcome::Refused(_)), "it held nothing");
     assert!(matches!(answers.of(10 + taken - 1).await, Outcome::Number(_)));
@@ -154,7 +214,7 @@ fn lone_replica() -> Replica {
     let data = machine.snapshot().into();
     let recovered = Recovered {
         hard_state: HardState { commit: 1, term: 1, ..HardState::default() },
-        notes: std::collections::BTreeMap::new(),
+        notes: BTreeMap::new(),
         snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
         entries: Vec::new(),
         cut: false,

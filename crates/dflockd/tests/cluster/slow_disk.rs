@@ -80,6 +80,45 @@ fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
     fs::remove_file(&brakes[leader]).unwrap();
 }
 
+/// Nothing that serves clients waits for a disk: while the disk of a node hangs, its own clients are answered if they
+/// ask for nothing that must be durable.
+fn serves_while_its_disk_hangs(cluster: &Cluster, at: usize, brake: &PathBuf) {
+    let (mut writer, mut other) = (cluster.connect(at), cluster.connect(at));
+    other.check("ping", "_", "", "ok");
+    fs::write(brake, "20000").unwrap();
+    let begun = Instant::now();
+    writer.begin("incr", "hung", "1");
+    for _ in 0..20 {
+        other.check("ping", "_", "", "ok");
+        assert!(other.ask("stats", "_", "").starts_with("ok {"));
+        // Newcomers as well, and requests that find the sync under way.
+        cluster.connect(at).check("ping", "_", "", "ok");
+        cluster.connect(at).begin("incr", "hung", "1");
+    }
+    let took = begun.elapsed();
+    println!("{at} answered for {took:?} while its disk hung");
+    assert!(took < millis(10_000), "clients waited for the disk: {took:?}");
+}
+
+#[test]
+fn a_single_node_whose_disk_hangs_serves_its_clients() {
+    let (cluster, brakes) = start(1);
+    serves_while_its_disk_hangs(&cluster, 0, &brakes[0]);
+}
+
+#[test]
+fn members_whose_disks_hang_serve_their_clients() {
+    for of_leader in [true, false] {
+        let (cluster, brakes) = start(3);
+        let (leader, others) = cluster.leader_and_others();
+        let (hung, healthy) = if of_leader { (leader, others[0]) } else { (others[0], leader) };
+        serves_while_its_disk_hangs(&cluster, hung, &brakes[hung]);
+        let begun = Instant::now();
+        cluster.connect(healthy).check("incr", "count", "1", "ok 1");
+        assert!(begun.elapsed() < millis(10_000), "others waited for the disk that hangs");
+    }
+}
+
 #[test]
 fn slow_disks_lose_nothing_and_keep_their_leader() {
     let (mut cluster, brakes) = start(3);

@@ -178,3 +178,19 @@ fn an_open_address_is_warned_about() {
     let server = Server::start::<&str>(&[]);
     assert!(!server.output().contains("level=WARN"), "{}", server.output());
 }
+
+/// GUARANTEES 49: the first request on a durable node that has just been started waits until the node takes part, and
+/// its connection stays.
+#[test]
+fn the_first_request_of_a_durable_node_is_served() {
+    let dir = Dir::new();
+    for round in 1..=8 {
+        let node =
+            ["--raft-dir", &dir.name("data"), "--node-id", "a", "--raft-addr", "127.0.0.1:0"];
+        let server = Server::start(&[&node[..], &["--cluster-bootstrap"]].concat());
+        let mut client = server.connect();
+        client.check("incr", "starts", "1", &format!("ok {round}"));
+        client.check("get", "starts", "", &format!("ok {round}"));
+        server.kill();
+    }
+}

@@ -122,7 +122,7 @@ pub(super) fn start(
     line: Arc<LineConnections>,
     worker: Arc<Worker>,
     poll: Poll,
-    tends: bool,
+    is_designated: bool,
 ) -> io::Result<()> {
     let event_loop = EventLoop {
         line,
@@ -133,7 +133,7 @@ pub(super) fn start(
         again: Vec::new(),
         buffer: vec![0; READ_BYTES].into(),
         short_sleeps: 0,
-        tends,
+        is_designated,
     };
     let runtime = tokio::runtime::Handle::current();
     std::thread::Builder::new().name("connections".into()).spawn(move || {
@@ -156,8 +156,8 @@ struct EventLoop {
     buffer: Box<[u8]>,
     /// How many sleeps in a row were short.
     short_sleeps: u32,
-    /// Turns to the replica, if there is one, before it sleeps.
-    tends: bool,
+    /// Drives the replica, if there is one, before it sleeps.
+    is_designated: bool,
 }
 
 struct Client {
@@ -177,9 +177,9 @@ struct Client {
 impl EventLoop {
     fn run(mut self) {
         HERE.set(self.worker.address());
-        if self.tends {
+        if self.is_designated {
             let worker = Arc::clone(&self.worker);
-            self.worker.service.engine.set_tender(move || worker.wake());
+            self.worker.service.engine.designate(move || worker.wake());
         }
         let mut events = Events::with_capacity(EVENTS_MAX);
         loop {
@@ -213,17 +213,17 @@ impl EventLoop {
     /// more than a request does, and whoever wakes us pays half of it.
     fn wait(&mut self, events: &mut Events) -> io::Result<()> {
         let service = Arc::clone(&self.worker.service);
-        let (engine, tends) = (&service.engine, self.tends);
-        let rise = || {
-            if tends {
-                engine.rise();
+        let (engine, is_designated) = (&service.engine, self.is_designated);
+        let awake = || {
+            if is_designated {
+                engine.after_sleep();
             }
         };
-        let can_sleep = !tends || engine.tend();
+        let can_sleep = !is_designated || engine.before_sleep();
         let patience = self.patience().filter(|_| can_sleep);
         if !can_sleep || patience == Some(Duration::ZERO) {
             let found = self.poll.poll(events, Some(Duration::ZERO));
-            rise();
+            awake();
             return found;
         }
         let clock = engine.clock();
@@ -232,8 +232,8 @@ impl EventLoop {
             let until = since + SPIN_MAX;
             while since < until {
                 self.poll.poll(events, Some(Duration::ZERO))?;
-                if !events.is_empty() || tends && engine.wants_tender() {
-                    rise();
+                if !events.is_empty() || is_designated && engine.has_work() {
+                    awake();
                     return Ok(());
                 }
                 // Whoever wants this core gets it; it may be the client that we wait for.
@@ -243,7 +243,7 @@ impl EventLoop {
             self.short_sleeps = 0;
         }
         let found = self.poll.poll(events, patience);
-        rise();
+        awake();
         found?;
         let was_short = clock.now().since(since) < SLEEP_SHORT_MAX;
         self.short_sleeps = if was_short { self.short_sleeps + 1 } else { 0 };

@@ -1,0 +1,296 @@
+//! The thread that writes the log: the only one of a node that waits for its disk.
+//!
+//! The replica hands out [`LogWrite`]s in order and goes on; threads that serve clients and peers never wait for them.
+//! The log thread takes all that is there, writes it, syncs once for all of it, tells the replica, and drives it for
+//! what follows: the answers of a batch leave from this thread, without waking another one for them. While a sync
+//! hangs, requests pile up to the bounds of the replica's queue and nothing is acknowledged, but everything that needs
+//! no durable entry goes on.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use dflockd_replica::disk::{Disk, RealDisk, is_out_of_descriptors};
+use dflockd_replica::log::{LogBatch, LogStore, Room};
+use dflockd_replica::{Gone, LogWrite};
+use parking_lot::{Condvar, Mutex};
+use raft::eraftpb::SnapshotMetadata;
+
+use super::Replicated;
+use super::driver::{FailNodeOnPanic, spawn};
+
+/// How often the log thread looks whether a full disk has room again.
+const ROOM_LOOK: Duration = Duration::from_secs(1);
+/// Pauses between attempts to open a file while the process has no descriptor for it: each is twice as long as the one
+/// before.
+pub(super) const DESCRIPTOR_PAUSE_MIN: Duration = Duration::from_millis(10);
+pub(super) const DESCRIPTOR_PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// What there is to do for the log.
+pub(super) enum LogJob {
+    /// To be reported to the replica.
+    Write(LogWrite),
+    /// A snapshot was stored beside the log, which may now follow from it.
+    SnapshotStored(SnapshotMetadata),
+    /// Entries before an index are not needed any more, and neither is what the replica had of them in memory.
+    TruncateBefore(u64, Option<Gone>),
+    /// A key and a value of the node's metadata, durable when it is written.
+    Note(Vec<u8>, Vec<u8>),
+    /// Obsolete files were removed: there may be room again.
+    Swept,
+}
+
+impl LogJob {
+    /// Whether it counts only when it is durable.
+    fn wants_sync(&self) -> bool {
+        match self {
+            Self::Write(write) => write.sync,
+            Self::Note(..) => true,
+            Self::SnapshotStored(_) | Self::TruncateBefore(..) | Self::Swept => false,
+        }
+    }
+}
+
+/// The queue of the log thread.
+#[derive(Default)]
+pub(super) struct LogWriter {
+    jobs: Mutex<VecDeque<LogJob>>,
+    came: Condvar,
+}
+
+impl LogWriter {
+    /// Leaves jobs to the log thread, which does them in order.
+    pub(super) fn put(&self, jobs: impl IntoIterator<Item = LogJob>) {
+        let mut queue = self.jobs.lock();
+        let was_empty = queue.is_empty();
+        queue.extend(jobs);
+        if was_empty && !queue.is_empty() {
+            drop(queue);
+            self.came.notify_one();
+        }
+    }
+
+    /// Lets the log thread see that the node stops.
+    pub(super) fn wake(&self) {
+        // Not between its look at the queue and its sleep.
+        drop(self.jobs.lock());
+        self.came.notify_one();
+    }
+
+    /// Waits for jobs, [`ROOM_LOOK`] at most. Returns all of them.
+    fn wait(&self, is_over: impl Fn() -> bool) -> VecDeque<LogJob> {
+        let mut jobs = self.jobs.lock();
+        if jobs.is_empty() && !is_over() {
+            self.came.wait_for(&mut jobs, ROOM_LOOK);
+        }
+        std::mem::take(&mut *jobs)
+    }
+
+    /// Puts jobs that could not be done before all others.
+    fn put_back(&self, left: VecDeque<LogJob>) {
+        let mut jobs = self.jobs.lock();
+        let later = std::mem::replace(&mut *jobs, left);
+        jobs.extend(later);
+    }
+
+    /// What the log thread does until the node stops.
+    ///
+    /// # Errors
+    ///
+    /// If the log can not be written: the node must stop.
+    pub(super) fn run(
+        self: &Arc<Self>,
+        log: LogStore<RealDisk>,
+        disk: &RealDisk,
+        front: &Arc<Replicated>,
+    ) -> io::Result<()> {
+        let mut written = WrittenLog::new(log);
+        let mut pause = DESCRIPTOR_PAUSE_MIN;
+        while !front.is_over() {
+            let jobs = self.wait(|| front.is_over());
+            if jobs.is_empty() {
+                written.retry_room()?;
+            }
+            let mut pass = written.perform(jobs)?;
+            if pass.wants_sync {
+                let began = front.clock().now();
+                written.log.sync()?;
+                let took = front.clock().now().since(began);
+                front.gauges().synced(took, written.log.bytes());
+            }
+            self.put_back(std::mem::take(&mut pass.left));
+            self.sweep(&mut written, disk, front)?;
+            let room = written.room_change();
+            if pass.number.is_some() || room.is_some() {
+                front.written(pass.number, room);
+            }
+            if written.set_lacking(pass.lacking) {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(DESCRIPTOR_PAUSE_MAX);
+            } else {
+                pause = DESCRIPTOR_PAUSE_MIN;
+            }
+        }
+        written.log.sync()
+    }
+
+    /// Has what is obsolete removed by a thread of its own: to give room back takes the file system long.
+    fn sweep<D: Disk>(
+        self: &Arc<Self>,
+        written: &mut WrittenLog<D>,
+        disk: &RealDisk,
+        front: &Arc<Replicated>,
+    ) -> io::Result<()> {
+        let (files, gone) = (written.log.take_litter(), written.gone.take());
+        if files.is_empty() && gone.is_none() {
+            return Ok(());
+        }
+        let (writer, mut disk, front) = (Arc::clone(self), disk.clone(), Arc::clone(front));
+        let sweep = move || {
+            let fuse = FailNodeOnPanic::new(&front);
+            drop(gone);
+            for name in files {
+                let removed = disk.remove(&name).and_then(|()| disk.sync_dir());
+                if let Err(error) = removed {
+                    front.fail(log_failed(&error));
+                    break;
+                }
+            }
+            writer.put([LogJob::Swept]);
+            fuse.disarm();
+        };
+        spawn("sweep", sweep).map_err(io::Error::other)
+    }
+}
+
+/// The message of a node that ends because its log can not be written.
+pub(super) fn log_failed(error: &io::Error) -> String {
+    format!("the log can not be written: {error}")
+}
+
+/// The log as its thread knows it.
+struct WrittenLog<D: Disk> {
+    log: LogStore<D>,
+    /// As the replica was last told.
+    room: Room,
+    /// Entries in memory that nobody needs, to be dropped by somebody who has the time.
+    gone: Option<Gone>,
+    /// The log waits for a file descriptor.
+    is_lacking: bool,
+}
+
+/// What came of some jobs.
+#[derive(Default)]
+struct Pass {
+    /// Of the last write.
+    number: Option<u64>,
+    /// Some of the jobs count only after a sync.
+    wants_sync: bool,
+    /// Jobs that could not be done for want of a file descriptor, and all behind them.
+    left: VecDeque<LogJob>,
+    /// Why they could not.
+    lacking: Option<io::Error>,
+}
+
+impl<D: Disk> WrittenLog<D> {
+    fn new(log: LogStore<D>) -> Self {
+        Self { log, room: Room::Plenty, gone: None, is_lacking: false }
+    }
+
+    /// Does jobs in order, up to the first that finds no file descriptor.
+    fn perform(&mut self, mut jobs: VecDeque<LogJob>) -> io::Result<Pass> {
+        let mut pass = Pass::default();
+        while let Some(mut job) = jobs.pop_front() {
+            match self.perform_one(&mut job) {
+                Ok(()) => {
+                    pass.wants_sync |= job.wants_sync();
+                    if let LogJob::Write(write) = job {
+                        pass.number = Some(write.number);
+                    }
+                }
+                Err(error) if is_out_of_descriptors(&error) => {
+                    jobs.push_front(job);
+                    pass.lacking = Some(error);
+                    pass.left = jobs;
+                    break;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(pass)
+    }
+
+    /// May be repeated if it [`is_out_of_descriptors`]: what is done of the job is taken from it.
+    fn perform_one(&mut self, job: &mut LogJob) -> io::Result<()> {
+        match job {
+            LogJob::Write(write) => self.write(write),
+            LogJob::Note(key, value) => {
+                let notes = vec![(key.clone(), value.clone())];
+                self.log.write(&LogBatch { notes, ..LogBatch::default() })
+            }
+            LogJob::SnapshotStored(metadata) => self.log.adopt(metadata),
+            LogJob::TruncateBefore(index, gone) => {
+                self.log.retire_before(*index)?;
+                self.gone = gone.take();
+                Ok(())
+            }
+            LogJob::Swept => {
+                self.log.swept();
+                Ok(())
+            }
+        }
+    }
+
+    fn write(&mut self, write: &mut LogWrite) -> io::Result<()> {
+        if let Some(snapshot) = &write.snapshot {
+            if snapshot.install {
+                self.log.install_snapshot(&snapshot.metadata, &snapshot.data)?;
+            } else {
+                match self.log.store_snapshot(&snapshot.metadata, &snapshot.data) {
+                    // The older one, and the log behind it, will do.
+                    Err(error) if is_passing(&error) => {}
+                    stored => stored?,
+                }
+            }
+            write.snapshot = None;
+        }
+        self.log.write(&write.batch)
+    }
+
+    /// Looks whether a full disk has room again.
+    fn retry_room(&mut self) -> io::Result<()> {
+        if self.room != Room::Low {
+            return Ok(());
+        }
+        match self.log.retry_room() {
+            // There will be another look.
+            Err(error) if is_out_of_descriptors(&error) => Ok(()),
+            looked => looked.map(drop),
+        }
+    }
+
+    /// What the replica does not know yet.
+    fn room_change(&mut self) -> Option<Room> {
+        let room = self.log.room();
+        (std::mem::replace(&mut self.room, room) != room).then_some(room)
+    }
+
+    /// Whether the log waits for a descriptor. Said once in the log of the process, and once more when it goes on.
+    fn set_lacking(&mut self, lacking: Option<io::Error>) -> bool {
+        let was_lacking = std::mem::replace(&mut self.is_lacking, lacking.is_some());
+        match lacking {
+            Some(error) if !was_lacking => {
+                tracing::error!(%error, "the log waits for a file descriptor");
+            }
+            None if was_lacking => tracing::info!("the log has its file descriptor and goes on"),
+            Some(_) | None => {}
+        }
+        self.is_lacking
+    }
+}
+
+/// Whether a snapshot could not be written for a reason that passes. The log goes on without it.
+pub(super) fn is_passing(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::StorageFull || is_out_of_descriptors(error)
+}
