@@ -29,7 +29,7 @@ impl Replica {
     }
 
     /// Whether clients' batches may be proposed.
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         let opening = self.reign.as_ref().and_then(|reign| reign.opening);
         self.cluster_time().is_some() && opening.is_some_and(|index| index <= self.applied)
     }
@@ -101,7 +101,7 @@ impl Replica {
     }
 
     /// Proposes an order by itself, so that whoever asked for it can be told when it is applied: at this index.
-    pub(super) fn propose_order(&mut self, order: &Order) -> Option<u64> {
+    pub(crate) fn propose_order(&mut self, order: &Order) -> Option<u64> {
         let stamp = self.cluster_time()?;
         let mut payload = Vec::new();
         codec::begin_payload(&mut payload, self.machine.version(), stamp);
@@ -292,7 +292,7 @@ impl Replica {
     }
 
     /// The full voter whose log reaches farthest.
-    pub(super) fn best_successor(&self) -> Option<RaftId> {
+    pub(crate) fn best_successor(&self) -> Option<RaftId> {
         let members = self.machine.members().iter();
         members
             .filter(|&(&id, member)| {
