@@ -287,7 +287,7 @@ impl Replica {
                 Err("nobody else could lead".to_owned())
             }
             AdminRequest::Drain { on } => {
-                self.drained = on;
+                self.candidacy.drain(on);
                 Ok(())
             }
             AdminRequest::Add { .. }

@@ -1,26 +1,87 @@
 //! A member of a cluster, sans-IO: consensus, the replicated state, and the accepting side of clients' commands.
 //!
-//! Inputs are the `handle_*` methods, [`Replica::submit`], [`Replica::read`] and [`Replica::admin`]; each takes the
-//! local time. [`Replica::poll`] then says what is to be done: frames to send, things to write to the log, events for
-//! this node's clients. One thread owns a replica; `driver.rs` does disk and network, the simulator plays both.
+//! A [`Replica`] is a function with memory. It has no thread, no clock, no disk and no network; the node around it
+//! brings inputs and carries out [`Outputs`]. Any thread may drive it, one at a time. In the server that is
+//! `replicated.rs` of the engine, in tests the simulator.
 //!
-//! What a client asks becomes an [`Item`], numbered per life of the node (`seq`), and goes to the leader in
+//! ```no_run
+//! # use dflockd_core::Timestamp;
+//! # use dflockd_replica::{LogWrite, NodeEvent, Outgoing, Outputs, Replica};
+//! # trait Node {
+//! #     fn now(&self) -> Timestamp;
+//! #     fn sleep_until(&mut self, at: Timestamp);
+//! #     fn received(&mut self) -> Vec<(u64, bytes::Bytes)>;
+//! #     fn synced(&mut self) -> Option<u64>;
+//! #     fn send(&mut self, frame: Outgoing);
+//! #     fn append(&mut self, write: LogWrite);
+//! #     fn deliver(&mut self, event: NodeEvent);
+//! # }
+//! # fn drive(replica: &mut Replica, node: &mut impl Node) -> Result<(), String> {
+//! let mut outputs = Outputs::default();
+//! loop {
+//!     replica.handle_time(node.now()); // before the other inputs, which have no time of their own
+//!     for (from, bytes) in node.received() {
+//!         replica.handle_frame(from, bytes);
+//!     }
+//!     if let Some(number) = node.synced() {
+//!         replica.handle_written(number); // of an earlier round
+//!     }
+//!     replica.poll(&mut outputs);
+//!     outputs.frames.drain(..).for_each(|frame| node.send(frame));
+//!     outputs.writes.drain(..).for_each(|write| node.append(write));
+//!     outputs.events.drain(..).for_each(|event| node.deliver(event));
+//!     if let Some(why) = outputs.fatal.take() {
+//!         return Err(why);
+//!     }
+//!     node.sleep_until(replica.next_deadline()); // or until an input comes
+//! }
+//! # }
+//! ```
+//!
+//! | Input | What has happened |
+//! | --- | --- |
+//! | [`Replica::handle_time`] | local monotonic time has passed; the only input that takes a time |
+//! | [`Replica::handle_frame`] | a frame came from another member, whose identity was proven |
+//! | [`Replica::handle_written`] | the log writes up to a number are done |
+//! | [`Replica::handle_snapshot`] | a [`SnapshotJob`] was done and its result is stored |
+//! | [`Replica::handle_room`] | the disk is nearly full, or is so no more |
+//! | [`Replica::handle_unreachable`] | a connection to another member broke |
+//! | [`Replica::submit`], [`Replica::submit_encoded`] | a client of this node wants something done |
+//! | [`Replica::read`], [`Replica::read_job`] | a client of this node wants to see the state |
+//! | [`Replica::admin`] | an operator wants the cluster changed |
+//!
+//! # What must be durable before what
+//!
+//! The contract stands on the fields of [`Outputs`] and [`LogWrite`]. In short: frames and events may leave at once,
+//! because whatever depends on a write (a vote, an acknowledgement, the first word of a new run) stays inside of the
+//! replica until [`Replica::handle_written`]. Writes are done in their order, and reported when they are durable. A
+//! write that fails ends the node: nobody can know what of it is on the disk.
+//!
+//! # A request
+//!
+//! What a client asks becomes an [`Item`](types::Item), numbered per run of the node, and goes to the leader in
 //! batches, from the leader itself as well. Every member applies every entry, and the node that accepted a request
-//! answers it when it applies it. Items that were not applied are sent again, to whoever leads then; the
-//! machine takes each
-//! number once and in order, so a retry has no second effect.
+//! answers it when it applies it. Items that were not applied are sent again, to the member that leads then; the
+//! machine takes each number once and in order, so a retry has no second effect.
 
+mod accepting;
 pub mod admin;
+mod candidacy;
 pub mod codec;
 mod consensus;
 pub mod disk;
+mod leading;
 pub mod log;
 pub mod machine;
 pub mod policy;
+mod reads;
 mod replica;
+mod requests;
+mod snapshots;
 mod transfer;
 pub mod types;
 pub mod version;
+mod writing;
 
 use std::collections::BTreeMap;
 
@@ -51,50 +112,59 @@ pub mod note {
 
 /// How to run a replica.
 pub struct ReplicaConfig {
-    /// For the consensus.
+    /// The settings of the consensus, among them who this member is.
     pub raft: RaftConfig,
-    /// Keeps the log, but no state.
+    /// Whether this member keeps the log, but no state.
     pub witness: bool,
-    /// Of the cluster, if this node is its first leader.
+    /// The policy that this node proposes if it is the first leader of the cluster.
     pub policy: Policy,
-    /// The first fence, likewise.
+    /// The first fence of the cluster, if this node is its first leader.
     pub fence: u64,
-    /// Of the hash maps, likewise.
+    /// The seed of the store's hash maps, if this node is the first leader of the cluster.
     pub seed: u64,
-    /// This life.
+    /// The run of this node's process. It must be noted durably under [`note::START`] before the replica is made.
     pub run: Run,
-    /// What is told about it.
+    /// What the first item of the run tells the others about this node.
     pub start: Start,
     /// A snapshot is made each time the index is a multiple of this.
     pub snapshot_entries: u64,
-    /// Or when the log since the last one has this many bytes.
+    /// A snapshot is made when the log since the last one has this many bytes.
     pub snapshot_bytes: u64,
 }
 
-/// Something for the log, in order. To be reported by [`Replica::handle_written`].
+/// One write to the log. The node does all of them in the order of their numbers, and reports the last one that is done
+/// by [`Replica::handle_written`].
+///
+/// Several may be done together and made durable by one sync. A crash may lose any number of unreported writes from the
+/// end; of those that were reported with `sync` nothing may be lost, or the node breaks what it promised to others.
 pub struct LogWrite {
-    /// Counts up.
+    /// The place of this write in the order: one more than that of the write before.
     pub number: u64,
-    /// Must be durable before it is reported.
+    /// Whether this write and all before it must be durable before this number or a higher one is reported. False if
+    /// only the commit index has changed: a crash may lose that, since the leader tells it again.
     pub sync: bool,
-    /// What to append.
+    /// What to append: entries, the vote and term, notes. It is written as a whole or not at all.
     pub batch: LogBatch,
-    /// A snapshot that was received, to be stored before the batch.
+    /// A snapshot of another member. It must be durable before anything of `batch` is written: with `install` the log
+    /// goes on behind it, and entries without the snapshot they follow would be a log with a gap.
     pub snapshot: Option<ReceivedSnapshot>,
 }
 
 /// A snapshot from another member.
 pub struct ReceivedSnapshot {
-    /// Index, term and members.
+    /// The place of the snapshot in the log: index and term, and the members as of there.
     pub metadata: SnapshotMetadata,
-    /// The state.
+    /// The state, as [`Machine::snapshot`] has it.
     pub data: Bytes,
-    /// The log continues behind it; otherwise it is only kept for others (by a witness).
+    /// Whether the log is replaced by the snapshot and goes on behind it. Otherwise a witness stores it beside its log,
+    /// for others; if there is no room, the older one stays and the write counts as done.
     pub install: bool,
 }
 
-/// A snapshot to be made and stored aside, by somebody who has the time. To be reported by
-/// [`Replica::handle_snapshot`].
+/// A snapshot to be made and stored by another thread than the one that drives the replica, because both take long.
+///
+/// It needs nothing of the replica any more: it has the snapshot before and the entries since. The result is reported
+/// by [`Replica::handle_snapshot`] when it is durable.
 pub struct SnapshotJob {
     base: Bytes,
     entries: Vec<Entry>,
@@ -103,16 +173,16 @@ pub struct SnapshotJob {
 
 /// A snapshot that was made.
 pub struct MadeSnapshot {
-    /// Index, term and members.
+    /// The place of the snapshot in the log: index and term, and the members as of there.
     pub metadata: SnapshotMetadata,
-    /// The state.
+    /// The state, as [`Machine::snapshot`] has it.
     pub data: Bytes,
-    /// SHA-256 of the state.
+    /// SHA-256 of `data`. All members compare theirs.
     pub digest: [u8; 32],
 }
 
 impl SnapshotJob {
-    /// Makes it: the snapshot before, and the log since.
+    /// Makes the snapshot: the state of the one before, with the entries since applied to it.
     ///
     /// # Errors
     ///
@@ -131,52 +201,71 @@ impl SnapshotJob {
     }
 }
 
-/// What a [`Replica::poll`] wants done.
+/// What [`Replica::poll`] and [`Replica::handle_snapshot`] want done.
+///
+/// Both only add to what is there, so the node may take the fields out one by one. Between two fields there is no order
+/// but the one that their descriptions ask for.
 #[derive(Default)]
 pub struct Outputs {
-    /// For other members.
+    /// Frames for other members, to be sent in order at once: none of them waits for a write in `writes`.
+    ///
+    /// What other members may rely on only when it is durable here (votes, acknowledgements of entries, batches of a
+    /// new run) is no output before [`Replica::handle_written`] has reported its write. A leader's entries are outputs
+    /// before its own write is done: followers write them at the same time, and it counts itself only afterwards. A
+    /// frame may get lost or come late; what matters is sent again.
     pub frames: Vec<Outgoing>,
-    /// For the log, in order.
+    /// Writes to the log, to be done in order. See [`LogWrite`] for what must be durable when.
     pub writes: Vec<LogWrite>,
-    /// For this node's clients, in order.
+    /// What the clients of this node are to be told, in order and at once.
+    ///
+    /// Events follow from entries that are committed and durable here as well, or from the snapshot of another member,
+    /// which a majority has. So no write in `writes` has to be waited for: a crash between an answer and a write loses
+    /// nothing of what was answered. That these entries are applied is not written down; after a restart they are
+    /// applied again, and nobody hears of it twice, because the connections are gone.
     pub events: Vec<NodeEvent>,
-    /// To be made aside.
+    /// A snapshot to be made by another thread. A crash may lose it: the log still has everything.
     pub snapshot_job: Option<SnapshotJob>,
-    /// The log before this index is no longer needed.
+    /// The log before this index is no longer needed, because the snapshot reported by [`Replica::handle_snapshot`]
+    /// covers it.
+    ///
+    /// The log is cut only when that snapshot is durable and the log knows of it, and behind all earlier `writes`. A
+    /// crash before the cut loses nothing but room on the disk.
     pub cut_before: Option<u64>,
-    /// To be dropped by somebody who has the time.
+    /// Memory that the cut has made free. To be dropped where nobody waits: that may take long.
     pub gone: Option<Gone>,
-    /// The whole state for those who asked for a copy: by the number of the request.
+    /// Copies of the newest snapshot, by the number of the [`AdminRequest::Copy`] that asked for it. To be handed out
+    /// before `events`, in which the request is answered.
     pub copies: Vec<(u64, StateCopy)>,
-    /// The node can not go on.
+    /// Why the node can not go on. It carries out the other outputs or not, as it likes, and must not drive the replica
+    /// again.
     pub fatal: Option<String>,
 }
 
 /// The whole replicated state at one place of the log.
 #[derive(Clone)]
 pub struct StateCopy {
-    /// Of the last entry in it.
+    /// The index of the last entry in it.
     pub index: u64,
-    /// Of that entry.
+    /// The term of the last entry in it.
     pub term: u64,
-    /// As [`Machine::snapshot`] has it.
+    /// The state, as [`Machine::snapshot`] has it.
     pub data: Bytes,
 }
 
 /// A frame for another member.
 pub struct Outgoing {
-    /// For whom.
+    /// The member that gets the frame.
     pub to: RaftId,
-    /// It is part of something large, and must not delay others.
+    /// Whether the frame is part of something large, which must not delay other frames: it may be overtaken by them.
     pub bulk: bool,
-    /// The frame.
+    /// The encoded [`Frame`](codec::Frame).
     pub bytes: Bytes,
 }
 
 /// What this node's clients are to be told, or what became of the node itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeEvent {
-    /// Of the replicated state.
+    /// An event of the replicated state.
     Machine(Event),
     /// A job asked for by [`Replica::read_job`] may look at the state now; `false`: it never will.
     Job(u64, bool),
@@ -191,7 +280,7 @@ pub enum NodeEvent {
         /// Whether it was done.
         done: bool,
     },
-    /// The others gave this node up: all its connections are void, and it begins a new life.
+    /// The others gave this node up: all its connections are void, and it begins this run.
     NewRun(Run),
     /// A received snapshot jumped over entries: pushes in them were never seen here.
     Skipped,
@@ -241,23 +330,24 @@ impl OwnedQuery {
 /// What a node is at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// leader, follower, candidate or pre-candidate.
+    /// The node's role in Raft: leader, follower, candidate or pre-candidate.
     pub role: &'static str,
-    /// Raft's.
+    /// The term that Raft is in.
     pub term: u64,
-    /// Who leads.
+    /// The member that leads, as far as this node knows.
     pub leader: Option<RaftId>,
-    /// The last entry known to be committed.
+    /// The index of the last entry known to be committed.
     pub commit: u64,
-    /// The last entry that is applied.
+    /// The index of the last entry that is applied.
     pub applied: u64,
-    /// The last entry.
+    /// The index of the last entry of the log.
     pub last: u64,
-    /// The entry up to which there is a snapshot.
+    /// The index of the last entry in the newest snapshot.
     pub snapshot: u64,
-    /// This life has begun for all, and what was committed when last heard of the leader is applied.
+    /// Whether the node serves clients: the others know its run, and what was committed when it last heard of the
+    /// leader is applied.
     pub ready: bool,
-    /// An operator wants it not to lead.
+    /// Whether an operator wants the node not to lead.
     pub drained: bool,
 }
 

@@ -1,150 +1,76 @@
 //! [`Replica`]: inputs, what follows from them, and what is to be done.
+//!
+//! Here is the order of the steps: ticks, frames, Raft's Ready, applying. What has to be remembered for one purpose
+//! stands in a part of its own beside this file, and the steps of one side in a file below it: `accept.rs`, `lead.rs`,
+//! `snapshot.rs`.
 
 mod accept;
 mod lead;
+mod snapshot;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use dflockd_core::bugs::{Bug, bug};
-use dflockd_core::{
-    Effect, Outcome, Progress, Refusal, RequestId, SessionId, Span, Timestamp, Urgency,
-};
+use dflockd_core::{Effect, Span, Timestamp};
 use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
 
+use super::accepting::Accepting;
 use super::admin::{AdminRequest, AdminResult, Admins};
-use super::codec::{self, Batch, Frame};
+use super::candidacy::Candidacy;
+use super::codec::{self, Frame};
 use super::consensus::{Consensus, Tail, change_of};
+use super::leading::Leading;
 use super::log::{LogBatch, Recovered};
 use super::machine::{Event, Machine};
-use super::transfer::{Complete, Transfers};
-use super::types::{Action, Item, Member, Order, RaftId, Run};
+use super::reads::Reads;
+use super::requests::Requests;
+use super::snapshots::Snapshots;
+use super::transfer::Transfers;
+use super::types::{Member, RaftId, Run};
+use super::writing::Writing;
 use super::{
-    LogWrite, MadeSnapshot, NodeEvent, Outgoing, Outputs, OwnedQuery, ReceivedSnapshot,
-    ReplicaConfig, SnapshotJob, Status, TICK, apply_entry, note, stamp_of, urgency,
+    NodeEvent, Outgoing, Outputs, ReceivedSnapshot, ReplicaConfig, Status, TICK, apply_entry, note,
+    stamp_of,
 };
 
-/// How long after its own time a request is given up, with an answer that says so.
-const GIVE_UP: Span = Span::from_secs(5);
-/// How long after a wait should have ended its accepting node asks for the end.
-const CANCEL: Span = Span::from_millis(500);
-/// Items that were sent and not applied are sent again after this.
-const RESEND: Span = Span::from_millis(500);
-/// A read whose index did not come is asked for again after this.
-/// It takes four ways between members, which may be far apart.
-const READ_RETRY: Span = Span::from_millis(500);
-/// A member that was silent this long is given up: its connections are.
-const SILENCE: Span = Span::from_secs(10);
-/// While something is due some day, time is written down this often, so that a full restart sets it back by no more.
-const TIME_ENTRY: Span = Span::from_secs(5);
-/// A leader whose own log write takes longer than this hands over.
-const WRITE_STALL: Span = Span::from_secs(1);
-/// How often pending requests are looked through.
+/// How often requests, reads, leadership, transfers and admin requests are looked after.
 const LOOK: Span = Span::from_millis(100);
-
-/// How long a member whose log was cut waits for a leader to be level with.
-const WARY_TICKS_MAX: u32 = 500;
-
-const BATCH_ITEMS_MAX: u16 = 256;
-const BATCH_BYTES_MAX: usize = 64 * 1024;
-/// Bytes of items not applied yet at which new ones are refused.
-const BACKLOG_BYTES_MAX: usize = 64 << 20;
-/// Bytes waiting to be proposed at which a leader takes no more.
-const PENDING_BYTES_MAX: usize = 32 << 20;
 
 /// A member of a cluster.
 pub struct Replica {
     pub(super) config: ReplicaConfig,
     pub(super) consensus: Consensus,
     pub(super) machine: Machine,
+    /// The index of the last entry that is in `machine`.
     pub(super) applied: u64,
+
+    // Time.
+    /// Local time, as of the last [`Replica::handle_time`].
     pub(super) now: Timestamp,
-    /// The time of the last entry that was applied, and when that was seen here.
-    stamped: (Timestamp, Timestamp),
     next_tick: Timestamp,
+    looked_at: Timestamp,
+    /// The stamp of the last entry that was applied, and the local time at which that was seen.
+    stamped: (Timestamp, Timestamp),
     /// The highest cluster time in the log or told by a leader of this term.
     time_seen: Timestamp,
-    reign: Option<Reign>,
 
-    // The accepting side.
-    run: Run,
-    /// The number of the write after which the run may be told to others.
-    run_noted: Option<u64>,
-    next_seq: u64,
-    open_batch: (u16, Vec<u8>),
-    /// Not applied yet, in order; the first may be in part.
-    unapplied: VecDeque<Batch>,
-    backlog_bytes: usize,
-    /// To whom what was sent: leader and term.
-    sent_to: Option<(RaftId, u64)>,
-    next_send: u64,
-    /// When something was last applied or sent again.
-    progress_at: Timestamp,
-    pending: BTreeMap<(SessionId, RequestId), Pending>,
-    looked_at: Timestamp,
-    reads: Vec<Read>,
-    reads_asked: BTreeMap<u64, (Timestamp, Vec<Read>)>,
-    /// Leader and term.
-    reads_asked_of: Option<(RaftId, u64)>,
-    reads_confirmed: BTreeMap<u64, Vec<Read>>,
-    last_read: u32,
-
-    // The leader's side.
-    expected: BTreeMap<Run, u64>,
-    proposals: VecDeque<Batch>,
-    proposal_bytes: usize,
-    /// Came before the reign was open.
-    early: Vec<(RaftId, Batch)>,
-    early_bytes: usize,
-    orders: Vec<Order>,
-    tick_index: u64,
-    /// Of the last version that this node proposed by itself.
-    version_index: u64,
-    stamped_at: Timestamp,
-    heard: BTreeMap<RaftId, Timestamp>,
-    lost_proposed: Option<(Run, u64)>,
-
-    // Writing.
-    last_number: u64,
-    unwritten: VecDeque<Unwritten>,
-    notes: Vec<(Vec<u8>, Vec<u8>)>,
-    room_low: bool,
-
-    // Snapshots.
-    making_snapshot: bool,
-    bytes_since_snapshot: u64,
-    digests: BTreeMap<u64, [u8; 32]>,
-    told_digests: BTreeMap<u64, [u8; 32]>,
+    // What is remembered, by purpose.
+    accepting: Accepting,
+    requests: Requests,
+    reads: Reads,
+    leading: Leading,
+    pub(super) candidacy: Candidacy,
+    writing: Writing,
+    snapshots: Snapshots,
     pub(super) transfers: Transfers,
-
     pub(super) admins: Admins,
-    /// An operator wants this node not to lead.
-    pub(super) drained: bool,
-    /// How long nobody has led meanwhile.
-    drained_ticks: u32,
-    /// The leader whose process is known to be gone.
-    lost_leader: Option<RaftId>,
-    /// The log's end was cut at the start: no vote until this node has what a leader has committed.
-    wary: bool,
-    wary_ticks: u32,
-    /// The number of the write with a received snapshot. Until it is done the library believes in a log that
-    /// is gone, so this
-    /// node does not want to lead.
-    installing: Option<u64>,
-    /// What a leader was last heard to have committed.
-    leader_commit: u64,
-    events: Vec<Event>,
+
+    // What goes out with the next poll.
     pub(super) queue: Vec<NodeEvent>,
     fatal: Option<String>,
-}
-
-struct Unwritten {
-    /// Of the write.
-    number: u64,
-    /// Of the library's Ready; 0 if there is none.
-    ready: u64,
-    since: Timestamp,
-    messages: Vec<Message>,
+    /// Empty; kept for its memory.
+    events: Vec<Event>,
 }
 
 impl Replica {
@@ -170,72 +96,37 @@ impl Replica {
         let applied = metadata.index;
         let stamps = recovered.entries.iter().filter_map(stamp_of).max();
         let time_seen = stamps.max(Some(machine.now())).unwrap_or_default();
-        let wary = recovered.cut || recovered.notes.contains_key(note::WARY);
+        let was_cut = recovered.cut || recovered.notes.contains_key(note::WARY);
         let tail = Tail::new(recovered.hard_state, metadata, data, recovered.entries)?;
         let consensus =
             Consensus::new(&config.raft, tail).map_err(|error| format!("raft: {error}"))?;
         let alone = is_alone(&consensus, config.raft.id);
         let mut replica = Self {
-            run: config.run,
             consensus,
             machine,
             applied,
             now,
-            stamped: (Timestamp(0), now),
             next_tick: now + TICK,
-            time_seen,
-            reign: None,
-            run_noted: None,
-            next_seq: 1,
-            open_batch: (0, Vec::new()),
-            unapplied: VecDeque::new(),
-            backlog_bytes: 0,
-            sent_to: None,
-            next_send: 1,
-            progress_at: now,
-            pending: BTreeMap::new(),
             looked_at: now,
-            reads: Vec::new(),
-            reads_asked: BTreeMap::new(),
-            reads_asked_of: None,
-            reads_confirmed: BTreeMap::new(),
-            last_read: 0,
-            expected: BTreeMap::new(),
-            proposals: VecDeque::new(),
-            proposal_bytes: 0,
-            early: Vec::new(),
-            early_bytes: 0,
-            orders: Vec::new(),
-            tick_index: 0,
-            version_index: 0,
-            stamped_at: Timestamp(0),
-            heard: BTreeMap::new(),
-            lost_proposed: None,
-            last_number: 0,
-            unwritten: VecDeque::new(),
-            notes: Vec::new(),
-            room_low: false,
-            making_snapshot: false,
-            bytes_since_snapshot: 0,
-            digests: BTreeMap::new(),
-            told_digests: BTreeMap::new(),
+            stamped: (Timestamp(0), now),
+            time_seen,
+            accepting: Accepting::new(config.run, now),
+            requests: Requests::default(),
+            reads: Reads::default(),
+            leading: Leading::default(),
+            // Nobody else could tell a single voter what it has lost.
+            candidacy: Candidacy::new(was_cut && !alone),
+            writing: Writing::default(),
+            snapshots: Snapshots::new(config.snapshot_entries, config.snapshot_bytes),
             transfers: Transfers::default(),
             admins: Admins::default(),
-            drained: false,
-            drained_ticks: 0,
-            lost_leader: None,
-            // Nobody else could tell a single voter what it has lost.
-            wary: wary && !alone,
-            wary_ticks: 0,
-            installing: None,
-            leader_commit: 0,
-            events: Vec::new(),
             queue: Vec::new(),
             fatal: None,
+            events: Vec::new(),
             config,
         };
-        if recovered.cut && replica.wary {
-            replica.notes.push((note::WARY.to_vec(), vec![1]));
+        if recovered.cut && replica.candidacy.is_behind() {
+            replica.writing.note(note::WARY, vec![1]);
         }
         if alone {
             // Nobody to wait for.
@@ -244,6 +135,8 @@ impl Replica {
         replica.begin_run();
         Ok(replica)
     }
+
+    // ---- Inputs ----
 
     /// Time has passed. To be called before any other input of that instant, and at [`Replica::next_deadline`].
     pub fn handle_time(&mut self, now: Timestamp) {
@@ -269,45 +162,7 @@ impl Replica {
         }
         if now.since(self.looked_at) >= LOOK {
             self.looked_at = now;
-            self.look_after_requests();
-            self.look_after_reads();
-            self.look_after_leadership();
-            let lost = self.transfers.look(now);
-            for to in lost {
-                self.consensus.report_snapshot(to, false);
-            }
-            let outcomes = self.admins.look(now);
-            self.queue
-                .extend(outcomes.into_iter().map(|(id, result)| NodeEvent::Admin(id, result)));
-        }
-    }
-
-    fn tick(&mut self) {
-        if self.wary || self.installing.is_some() {
-            self.consensus.calm();
-        }
-        if self.drained {
-            self.stand_back();
-        }
-        self.consensus.tick();
-        if !self.wary {
-            return;
-        }
-        self.wary_ticks += 1;
-        if self.wary_ticks > WARY_TICKS_MAX {
-            // What was cut had not been synced, so nobody was told of it unless the disk lied. If all members
-            // lost power together, all are wary, and somebody must begin.
-            tracing::warn!("no leader to be level with; this node votes with what it has");
-            self.trust_log();
-        }
-    }
-
-    /// Leaves leading to others. If none of them does for long, it is better than nobody.
-    fn stand_back(&mut self) {
-        let silent = self.consensus.misses_leader();
-        self.drained_ticks = if silent { self.drained_ticks + 1 } else { 0 };
-        if self.drained_ticks <= WARY_TICKS_MAX {
-            self.consensus.hold_back();
+            self.look();
         }
     }
 
@@ -326,7 +181,7 @@ impl Replica {
         if was_removed && from != 0 && !matches!(frame, Frame::Raft { .. }) {
             return;
         }
-        self.heard.insert(from, self.now);
+        self.leading.hear(from, self.now);
         match frame {
             Frame::Raft { time, message } => self.handle_message(from, time, message),
             Frame::Forward(batch) => {
@@ -335,10 +190,7 @@ impl Replica {
                 }
             }
             Frame::Expect { term, run, seq } => {
-                if run == self.run && self.sent_to == Some((from, term)) {
-                    self.next_send = seq;
-                    self.progress_at = self.now;
-                }
+                self.accepting.expect((from, term), run, seq, self.now);
             }
             Frame::Chunk { transfer, offset, total, digest, keep_only, header, data } => {
                 let complete = self
@@ -379,76 +231,25 @@ impl Replica {
 
     /// Log writes up to this number are done, durable where that was asked.
     pub fn handle_written(&mut self, number: u64) {
-        let mut ready = 0;
-        while let Some(write) = self.unwritten.front()
-            && write.number <= number
-        {
-            let write = self.unwritten.pop_front().expect("just seen");
-            ready = ready.max(write.ready);
-            self.transfers.messages.extend(write.messages);
-        }
-        if ready > 0 {
+        if let Some(ready) = self.writing.written(number) {
             self.consensus.persisted(ready);
             self.consensus.applied(self.applied);
         }
-        if self.installing.is_some_and(|installing| installing <= number) {
-            self.installing = None;
-        }
-        if self.run_noted.is_some_and(|noted| noted <= number) {
-            self.run_noted = None;
-        }
-    }
-
-    /// A snapshot was made and stored; none: there was no room for it.
-    pub fn handle_snapshot(&mut self, made: Option<MadeSnapshot>, outputs: &mut Outputs) {
-        self.making_snapshot = false;
-        if made.is_none() {
-            let full = || Err("there is no room for a snapshot on the disk".to_owned());
-            let waiting = self.admins.forget_snapshots();
-            self.queue.extend(waiting.map(|id| NodeEvent::Admin(id, full())));
-        }
-        let Some(MadeSnapshot { metadata, data, digest }) = made else { return };
-        let index = metadata.index;
-        if index <= self.consensus.tail().snapshot.index {
-            return;
-        }
-        // Some entries stay for members that are a little behind.
-        let cut = index.saturating_sub(self.config.snapshot_entries / 4).max(1);
-        let cut = cut.max(self.consensus.tail().first() - 1).min(index);
-        let since = self.consensus.tail().slice(index + 1, self.applied + 1);
-        self.bytes_since_snapshot = since.map(|entry| entry.data.len() as u64).sum();
-        outputs.gone = Some(self.consensus.tail_mut().compact(metadata, data, cut));
-        outputs.cut_before = Some(cut + 1);
-        self.digests.insert(index, digest);
-        while self.digests.len() > 8 {
-            self.digests.pop_first();
-        }
-        self.compare_digests(index);
-        if self.consensus.is_leader() {
-            self.orders.push(Order::Digest { index, digest });
-            self.copy_to_witnesses();
-        }
+        self.accepting.written(number);
     }
 
     /// The disk has only its reserve left, or has room again.
     pub fn handle_room(&mut self, low: bool) {
-        if low != self.room_low {
+        if self.writing.set_room_low(low) {
             tracing::warn!(low, "room for the log");
         }
-        self.room_low = low;
     }
 
     /// The connection to a member broke; `refused`: its process is gone.
     pub fn handle_unreachable(&mut self, peer: RaftId, refused: bool) {
         self.consensus.report_unreachable(peer);
-        if !refused {
+        if !refused || !self.candidacy.lose(peer, self.consensus.leader()) {
             return;
-        }
-        match self.consensus.leader() {
-            Some(leader) if leader == peer => self.lost_leader = Some(peer),
-            Some(_) => return,
-            None if self.lost_leader == Some(peer) => {}
-            None => return,
         }
         let voters = self.consensus.conf_state().voters;
         let mut others: Vec<RaftId> = voters.into_iter().filter(|&id| id != peer).collect();
@@ -456,62 +257,11 @@ impl Replica {
         // The followers must not fire together. A witness goes last.
         if let Some(rank) = others.iter().position(|&id| id == self.id())
             && !self.config.witness
-            && !self.wary
-            && !self.drained
-            && self.installing.is_none()
+            && !self.candidacy.is_behind()
+            && self.may_lead()
         {
             self.consensus.hurry(rank * 10);
         }
-    }
-
-    /// Accepts what a client asks for. `wait` is how long the request may block, none if it is not answered at all.
-    /// False: it is refused, nothing will come of it.
-    pub fn submit(&mut self, item: &Item<'_>, wait: Option<Span>) -> bool {
-        let mut bytes = Vec::new();
-        codec::put_item(&mut bytes, item);
-        let Item { session, request, keep, ref action, .. } = *item;
-        self.submit_encoded(&bytes, session, request, keep, wait, urgency(action))
-    }
-
-    /// The same for an item that has the form of the log already.
-    pub fn submit_encoded(
-        &mut self,
-        item: &[u8],
-        session: SessionId,
-        request: RequestId,
-        keep: bool,
-        wait: Option<Span>,
-        urgency: Urgency,
-    ) -> bool {
-        let refused = self.config.witness
-            || !urgency.fits(self.backlog_bytes, BACKLOG_BYTES_MAX)
-            || self.room_low && urgency == Urgency::Grows;
-        if refused {
-            return false;
-        }
-        self.push_encoded(item);
-        if let Some(wait) = wait {
-            let end = self.now + wait;
-            let pending = Pending {
-                seq: self.next_seq - 1,
-                cancel_at: (wait > Span::ZERO).then(|| end + CANCEL),
-                give_up_at: end + GIVE_UP,
-                given_up: false,
-                keep,
-            };
-            self.pending.insert((session, request), pending);
-        }
-        true
-    }
-
-    /// Answers a read when it is certain to see everything that was done before.
-    pub fn read(&mut self, session: SessionId, request: RequestId, query: OwnedQuery) {
-        self.add_read(ReadWhat::Query { session, request, query });
-    }
-
-    /// Says by [`NodeEvent::Job`] when the state may be looked at, likewise.
-    pub fn read_job(&mut self, id: u64) {
-        self.add_read(ReadWhat::Job(id));
     }
 
     /// Asks for a change of the cluster, which the leader decides. Answered by [`NodeEvent::Admin`].
@@ -522,87 +272,7 @@ impl Replica {
         }
     }
 
-    /// When to call [`Replica::handle_time`] at the latest.
-    #[must_use]
-    pub fn next_deadline(&self) -> Timestamp {
-        let due = self.reign.as_ref().and_then(|reign| {
-            let at = self.machine.next_deadline()?;
-            Some(reign.since + at.since(reign.base))
-        });
-        let in_flight = self.tick_index > self.applied;
-        due.filter(|_| !in_flight).map_or(self.next_tick, |due| due.min(self.next_tick))
-    }
-
-    /// The replicated state.
-    #[must_use]
-    pub fn machine(&self) -> &Machine {
-        &self.machine
-    }
-
-    /// This member.
-    #[must_use]
-    pub fn id(&self) -> RaftId {
-        self.config.raft.id
-    }
-
-    /// The life this node is in.
-    #[must_use]
-    pub fn run(&self) -> Run {
-        self.run
-    }
-
-    /// Voters and learners, as of the last applied entry.
-    #[must_use]
-    pub fn conf_state(&self) -> ConfState {
-        self.consensus.conf_state()
-    }
-
-    /// The newest snapshot.
-    #[must_use]
-    pub fn snapshot_metadata(&self) -> &SnapshotMetadata {
-        &self.consensus.tail().snapshot
-    }
-
-    /// How things stand.
-    #[must_use]
-    pub fn status(&self) -> Status {
-        let leader = self.consensus.leader();
-        let begun =
-            self.config.witness || self.machine.applied_seq(self.run).is_some_and(|seq| seq > 0);
-        Status {
-            role: self.consensus.role(),
-            term: self.consensus.term(),
-            leader,
-            commit: self.consensus.commit(),
-            applied: self.applied,
-            last: self.consensus.tail().last(),
-            snapshot: self.consensus.tail().snapshot.index,
-            ready: leader.is_some()
-                && begun
-                && self.applied >= self.leader_commit
-                && !self.machine.is_settling(),
-            drained: self.drained,
-        }
-    }
-
-    /// On the leader, how many entries each other member has not confirmed.
-    pub fn lags(&self) -> Vec<(RaftId, u64)> {
-        let last = self.consensus.tail().last();
-        let others = self.machine.members().keys().filter(|&&id| id != self.id());
-        let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
-        others.filter_map(lag).collect()
-    }
-
-    /// The newest cluster time that was seen here.
-    pub fn time_seen(&self) -> Timestamp {
-        self.time_seen
-    }
-
-    /// The index and term of each entry in memory, for those who check that logs agree.
-    pub fn log_terms(&self) -> impl Iterator<Item = (u64, u64)> {
-        let tail = self.consensus.tail();
-        (tail.first()..=tail.last()).filter_map(|index| Some((index, tail.term_at(index)?)))
-    }
+    // ---- Outputs ----
 
     /// What is to be done now.
     pub fn poll(&mut self, outputs: &mut Outputs) {
@@ -626,15 +296,124 @@ impl Replica {
             self.make_snapshot(outputs);
         }
         self.serve_snapshots(outputs);
-        let to_keep = self.transfers.to_keep.take();
-        if !self.notes.is_empty() || to_keep.is_some() {
+        let to_keep = self.snapshots.take_to_keep();
+        if self.writing.has_notes() || to_keep.is_some() {
             self.write(LogBatch::default(), to_keep, true, 0, Vec::new(), outputs);
         }
-        let messages = std::mem::take(&mut self.transfers.messages);
-        self.send(messages, outputs);
+        let released = self.writing.take_released();
+        self.send(released, outputs);
         self.transfers.send(outputs);
         outputs.events.append(&mut self.queue);
         outputs.fatal = self.fatal.take().or(outputs.fatal.take());
+    }
+
+    /// When to call [`Replica::handle_time`] at the latest.
+    #[must_use]
+    pub fn next_deadline(&self) -> Timestamp {
+        let due = self.leading.wakes_at(self.machine.next_deadline(), self.applied);
+        due.map_or(self.next_tick, |due| due.min(self.next_tick))
+    }
+
+    // ---- What a node is at the moment ----
+
+    /// The replicated state.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// This member.
+    #[must_use]
+    pub fn id(&self) -> RaftId {
+        self.config.raft.id
+    }
+
+    /// The run that this node is in.
+    #[must_use]
+    pub fn run(&self) -> Run {
+        self.accepting.run()
+    }
+
+    /// Voters and learners, as of the last applied entry.
+    #[must_use]
+    pub fn conf_state(&self) -> ConfState {
+        self.consensus.conf_state()
+    }
+
+    /// The newest snapshot.
+    #[must_use]
+    pub fn snapshot_metadata(&self) -> &SnapshotMetadata {
+        &self.consensus.tail().snapshot
+    }
+
+    /// How things stand.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let leader = self.consensus.leader();
+        let has_begun = self.machine.applied_seq(self.run()).is_some_and(|seq| seq > 0);
+        Status {
+            role: self.consensus.role(),
+            term: self.consensus.term(),
+            leader,
+            commit: self.consensus.commit(),
+            applied: self.applied,
+            last: self.consensus.tail().last(),
+            snapshot: self.consensus.tail().snapshot.index,
+            ready: leader.is_some()
+                && (has_begun || self.config.witness)
+                && self.candidacy.is_level(self.applied)
+                && !self.machine.is_settling(),
+            drained: self.candidacy.is_drained(),
+        }
+    }
+
+    /// On the leader, how many entries each other member has not confirmed.
+    pub fn lags(&self) -> Vec<(RaftId, u64)> {
+        let last = self.consensus.tail().last();
+        let others = self.machine.members().keys().filter(|&&id| id != self.id());
+        let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
+        others.filter_map(lag).collect()
+    }
+
+    /// The newest cluster time that was seen here.
+    pub fn time_seen(&self) -> Timestamp {
+        self.time_seen
+    }
+
+    /// The index and term of each entry in memory, for those who check that logs agree.
+    pub fn log_terms(&self) -> impl Iterator<Item = (u64, u64)> {
+        let tail = self.consensus.tail();
+        (tail.first()..=tail.last()).filter_map(|index| Some((index, tail.term_at(index)?)))
+    }
+
+    // ---- Time ----
+
+    fn tick(&mut self) {
+        if self.candidacy.is_behind() || self.writing.is_installing() {
+            self.consensus.calm();
+        }
+        if self.candidacy.is_drained()
+            && self.candidacy.tick_drained(self.consensus.misses_leader())
+        {
+            self.consensus.hold_back();
+        }
+        self.consensus.tick();
+        if self.candidacy.tick_behind() {
+            tracing::warn!("no leader to be level with; this node votes with what it has");
+            self.writing.note(note::WARY, Vec::new());
+        }
+    }
+
+    /// Looks after what may take too long.
+    fn look(&mut self) {
+        self.look_after_requests();
+        self.look_after_reads();
+        self.look_after_leadership();
+        for to in self.transfers.look(self.now) {
+            self.consensus.report_snapshot(to, false);
+        }
+        let over = self.admins.look(self.now);
+        self.queue.extend(over.into_iter().map(|(id, result)| NodeEvent::Admin(id, result)));
     }
 
     fn election_timeout(&self) -> Span {
@@ -655,16 +434,12 @@ impl Replica {
             message.msg_type,
             MessageType::MsgAppend | MessageType::MsgHeartbeat | MessageType::MsgSnapshot
         );
-        let (term, commit) = (message.term, message.commit);
         let is_append = message.msg_type == MessageType::MsgAppend;
+        let (term, commit) = (message.term, is_append.then_some(message.commit));
         self.consensus.step(message);
         if from_leader && self.consensus.term() == term {
-            self.lost_leader = None;
-            self.wary_ticks = 0;
+            self.candidacy.hear_leader(commit);
             self.time_seen = self.time_seen.max(time);
-            if is_append {
-                self.leader_commit = self.leader_commit.max(commit);
-            }
         }
     }
 
@@ -673,8 +448,7 @@ impl Replica {
         if self.machine.was_removed(from) && !self.machine.members().is_empty() {
             return false;
         }
-        let may_lead = self.installing.is_none() && !self.drained;
-        if message.msg_type == MessageType::MsgTimeoutNow && !may_lead {
+        if message.msg_type == MessageType::MsgTimeoutNow && !self.may_lead() {
             return false;
         }
         let is_vote = matches!(
@@ -684,15 +458,19 @@ impl Replica {
         if !is_vote {
             return true;
         }
-        !self.wary && self.consensus.is_voter(from)
+        !self.candidacy.is_behind() && self.consensus.is_voter(from)
+    }
+
+    fn may_lead(&self) -> bool {
+        !self.writing.is_installing() && !self.candidacy.is_drained()
     }
 
     fn process_ready(&mut self, outputs: &mut Outputs) {
         let mut ready = self.consensus.ready();
         let number = ready.number();
         for read in ready.take_read_states() {
-            if let Ok(context) = read.request_ctx.as_slice().try_into() {
-                self.confirm_read(u64::from_le_bytes(context), read.index);
+            if let Ok(question) = read.request_ctx.as_slice().try_into() {
+                self.reads.confirm(u64::from_le_bytes(question), read.index);
             }
         }
         self.send(ready.take_messages(), outputs);
@@ -731,8 +509,8 @@ impl Replica {
         let nothing = batch.entries.is_empty()
             && batch.hard_state.is_none()
             && received.is_none()
-            && self.notes.is_empty();
-        if nothing && self.unwritten.is_empty() {
+            && !self.writing.has_notes();
+        if nothing && self.writing.is_done() {
             self.consensus.persisted(number);
             self.send(messages, outputs);
         } else {
@@ -743,26 +521,18 @@ impl Replica {
     /// Hands something to the log. `messages` leave when it is there.
     fn write(
         &mut self,
-        mut batch: LogBatch,
+        batch: LogBatch,
         snapshot: Option<ReceivedSnapshot>,
         sync: bool,
         ready: u64,
-        messages: Vec<Message>,
+        mut messages: Vec<Message>,
         outputs: &mut Outputs,
     ) {
-        self.last_number += 1;
-        let number = self.last_number;
-        if snapshot.as_ref().is_some_and(|snapshot| snapshot.install) {
-            self.installing = Some(number);
-        }
-        let mut messages = messages;
         if bug(Bug::AckBeforeSync) {
             self.send(std::mem::take(&mut messages), outputs);
         }
-        batch.notes = std::mem::take(&mut self.notes);
-        let sync = sync || !batch.notes.is_empty();
-        self.unwritten.push_back(Unwritten { number, ready, since: self.now, messages });
-        outputs.writes.push(LogWrite { number, sync, batch, snapshot });
+        let write = self.writing.write(batch, snapshot, sync, ready, messages, self.now);
+        outputs.writes.push(write);
     }
 
     fn send(&mut self, messages: Vec<Message>, outputs: &mut Outputs) {
@@ -799,7 +569,6 @@ impl Replica {
             return;
         }
         self.applied = entry.index;
-        self.bytes_since_snapshot += entry.data.len() as u64;
         for event in events.drain(..) {
             self.handle_event(event);
         }
@@ -808,42 +577,28 @@ impl Replica {
             self.answer_admin(decided, outputs);
         }
         self.forget_applied();
-        if self.wary && self.leader_commit > 0 && self.applied >= self.leader_commit {
+        if self.candidacy.catch_up(self.applied) {
             tracing::info!("level with the leader again; this node votes");
-            self.trust_log();
+            self.writing.note(note::WARY, Vec::new());
         }
-        let due = entry.index.is_multiple_of(self.config.snapshot_entries)
-            || self.bytes_since_snapshot >= self.config.snapshot_bytes;
-        if due {
+        if self.snapshots.applied(entry.index, entry.data.len() as u64) {
             self.make_snapshot(outputs);
         }
     }
 
-    fn trust_log(&mut self) {
-        self.wary = false;
-        self.notes.push((note::WARY.to_vec(), Vec::new()));
-    }
-
+    /// What the state brought about: what concerns the node itself is done, the rest is for its clients.
     fn handle_event(&mut self, event: Event) {
         match &event {
             Event::Effect(Effect::Reply { session, request, outcome }) => {
-                if let Some(pending) = self.pending.remove(&(*session, *request))
-                    && pending.given_up
-                {
-                    if !pending.keep || bug(Bug::UndoKept) {
-                        self.take_back(*session, outcome.clone());
-                    }
+                if !self.settle(*session, *request, outcome) {
                     return;
                 }
             }
-            Event::Attached { by, request, .. } => {
-                self.pending.remove(&(*by, *request));
+            Event::Attached { by: session, request, .. } | Event::Gone { session, request, .. } => {
+                self.requests.answer((*session, *request));
             }
-            Event::Gone { session, request, .. } => {
-                self.pending.remove(&(*session, *request));
-            }
-            Event::RunEnded(run) if *run == self.run && !bug(Bug::RunKept) => self.lose_run(),
-            Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run => {
+            Event::RunEnded(run) if *run == self.run() && !bug(Bug::RunKept) => self.lose_run(),
+            Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run() => {
                 self.fatal = Some(
                     "the cluster knows a later start of this node: its data directory is an old copy; \
                      remove the node and let it join under a new id"
@@ -857,11 +612,8 @@ impl Replica {
                 }
             }
             Event::Digest { index, digest } => {
-                self.told_digests.insert(*index, *digest);
-                while self.told_digests.len() > 8 {
-                    self.told_digests.pop_first();
-                }
-                self.compare_digests(*index);
+                let compared = self.snapshots.told(*index, *digest);
+                self.check_state(*index, compared);
             }
             Event::PolicyChanged => {
                 let (version, known) = (self.machine.version(), self.config.start.version);
@@ -876,163 +628,6 @@ impl Replica {
         }
         self.queue.push(NodeEvent::Machine(event));
     }
-
-    fn compare_digests(&mut self, index: u64) {
-        if let (Some(own), Some(told)) = (self.digests.get(&index), self.told_digests.get(&index))
-            && own != told
-        {
-            self.fatal = Some(format!(
-                "the state at entry {index} differs from the leader's; remove this node and let it join anew"
-            ));
-        }
-    }
-
-    /// A snapshot of somebody else replaces the state: what it skipped was never seen here.
-    fn install(&mut self, metadata: SnapshotMetadata, data: Bytes) {
-        match Machine::restore(&data, self.config.witness) {
-            Ok(mut machine) => {
-                machine.continue_tally(&self.machine);
-                self.machine = machine;
-            }
-            Err(error) => {
-                self.fatal = Some(format!("a received snapshot can not be used: {error}"));
-                return;
-            }
-        }
-        self.applied = metadata.index;
-        self.bytes_since_snapshot = 0;
-        self.time_seen = self.time_seen.max(self.machine.now());
-        self.consensus.tail_mut().install(metadata, data);
-        self.queue.push(NodeEvent::Machine(Event::Members));
-        self.queue.push(NodeEvent::Skipped);
-        match self.machine.newest_run(self.id()) {
-            Some(run) if run > self.run => {
-                self.handle_event(Event::RunStarted(run));
-                return;
-            }
-            Some(run) if run == self.run && self.machine.run_of(self.id()).is_none() => {
-                self.lose_run();
-                return;
-            }
-            _ => {}
-        }
-        self.forget_applied();
-        let applied = self.machine.applied_seq(self.run).unwrap_or(0);
-        let seen: Vec<_> = self
-            .pending
-            .iter()
-            .filter(|(_, pending)| pending.seq <= applied)
-            .map(|(&key, _)| key)
-            .collect();
-        for (session, request) in seen {
-            let progress = self.machine.store().map(|store| store.progress(session, request));
-            let outcome = match progress {
-                Some(Progress::Waiting) => continue,
-                Some(Progress::Answered(outcome)) => outcome,
-                Some(Progress::Unknown) | None => Outcome::Refused(Refusal::Forgotten),
-            };
-            let effect = Effect::Reply { session, request, outcome };
-            self.handle_event(Event::Effect(effect));
-        }
-    }
-
-    pub(super) fn make_snapshot(&mut self, outputs: &mut Outputs) {
-        let tail = self.consensus.tail();
-        if self.making_snapshot || self.config.witness || self.applied <= tail.snapshot.index {
-            return;
-        }
-        let mut metadata = SnapshotMetadata { index: self.applied, ..Default::default() };
-        metadata.term = tail.term_at(self.applied).expect("just applied");
-        metadata.set_conf_state(self.consensus.conf_state());
-        if bug(Bug::StaleMembers) {
-            metadata.set_conf_state(tail.snapshot.get_conf_state().clone());
-        }
-        let entries = tail.slice(tail.snapshot.index + 1, self.applied + 1).cloned().collect();
-        let base = tail.snapshot_data.clone();
-        outputs.snapshot_job = Some(SnapshotJob { base, entries, metadata });
-        self.making_snapshot = true;
-        self.bytes_since_snapshot = 0;
-    }
-
-    /// A whole snapshot has come from another member.
-    fn handle_transferred(&mut self, from: RaftId, complete: Complete) {
-        let Complete { header, data, keep_only } = complete;
-        let Ok(mut message) = codec::decode_message(&header) else { return };
-        if !keep_only {
-            message.mut_snapshot().data = data;
-            self.handle_message(from, Timestamp(0), message);
-            return;
-        }
-        let metadata = message.get_snapshot().get_metadata().clone();
-        let tail = self.consensus.tail();
-        let known = metadata.index <= tail.last()
-            && metadata.index <= self.applied
-            && metadata.index > tail.snapshot.index;
-        if self.config.witness && known {
-            let index = metadata.index;
-            self.transfers.to_keep = Some(ReceivedSnapshot {
-                metadata: metadata.clone(),
-                data: data.clone(),
-                install: false,
-            });
-            drop(self.consensus.tail_mut().compact(metadata, data, index));
-        }
-    }
-
-    fn copy_to_witnesses(&mut self) {
-        let witnesses: Vec<RaftId> = self
-            .machine
-            .members()
-            .iter()
-            .filter(|(_, member)| member.witness)
-            .map(|(&id, _)| id)
-            .collect();
-        for to in witnesses {
-            let tail = self.consensus.tail();
-            let mut message = Message { msg_type: MessageType::MsgSnapshot, ..Message::default() };
-            message.to = to;
-            message.from = self.id();
-            message.term = self.consensus.term();
-            message.mut_snapshot().set_metadata(tail.snapshot.clone());
-            let data = tail.snapshot_data.clone();
-            self.transfers.begin(to, codec::encode_message(&message), data, true, self.now);
-        }
-    }
-}
-
-/// A request that was accepted here and is not answered.
-struct Pending {
-    seq: u64,
-    /// When its wait should be over.
-    cancel_at: Option<Timestamp>,
-    give_up_at: Timestamp,
-    /// Its client was told that nobody knows.
-    given_up: bool,
-    /// The client can repeat it and gets the same answer then.
-    keep: bool,
-}
-
-struct Read {
-    what: ReadWhat,
-    /// Items of this node that must be applied before.
-    after_seq: u64,
-    give_up_at: Timestamp,
-}
-
-enum ReadWhat {
-    Query { session: SessionId, request: RequestId, query: OwnedQuery },
-    Job(u64),
-}
-
-/// The time as a leader counts it.
-struct Reign {
-    term: u64,
-    /// Cluster time when it began.
-    base: Timestamp,
-    /// Local time when it began.
-    since: Timestamp,
-    /// The entry that opens it, once proposed. Clients' batches wait until it is applied.
-    opening: Option<u64>,
 }
 
 fn is_alone(consensus: &Consensus, id: RaftId) -> bool {

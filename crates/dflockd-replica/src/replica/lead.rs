@@ -1,102 +1,67 @@
-//! Leading: the time of the cluster, what is proposed, and handing leadership on.
+//! The leading side of a [`Replica`]: what it proposes and when, and handing leadership on.
 //!
-//! # Cluster time
-//!
-//! In replicated mode a [`Timestamp`] is *cluster time*, and only a leader makes it. A `Reign` is a term, the cluster
-//! time at which it began, and the local monotonic time at that instant; a stamp is the first plus what has passed
-//! since the second. A reign begins at the highest time that the leader knows: of its log, of its state, or told by a
-//! leader of the same term, whose frames carry it. So time never runs back in the log and never runs ahead of real
-//! time, but for the rate of a clock. Time without a leader does not pass.
-//!
-//! - The first entry of a reign is `NewTerm`; batches of clients wait until it is applied. It sets `grace_until =
-//!   max(grace_until, stamp + grace)`: a lease is extended by one grace at most since its last renewal, however many
-//!   elections there are (`deadline.rs` of the core).
-//! - [`Order::Tick`] is proposed when the store's next deadline has come, and every 5 s while there is any deadline, so
-//!   that a restart of all members sets time back by no more than that.
-//! - A leader that hears of no majority for an election timeout steps down (CheckQuorum). One whose loop stood still
-//!   for longer than that steps down before it stamps anything. One whose disk write takes over a second, or whose disk
-//!   is full, hands leadership over.
-//! - The wall clock decides one thing: the first fence of a new cluster.
+//! [`Leading`](crate::leading) keeps the books, and its head tells what cluster time is.
 
-use super::*;
+use dflockd_core::bugs::{Bug, bug};
+use dflockd_core::{Span, Timestamp};
+
+use super::Replica;
+use crate::Outputs;
+use crate::codec::{self, Batch, Frame};
+use crate::leading::Accepted;
+use crate::types::{Order, RaftId};
 
 impl Replica {
     /// Cluster time, on a leader.
     pub(super) fn cluster_time(&self) -> Option<Timestamp> {
-        let reign = self.reign.as_ref()?;
-        let is_current = self.consensus.is_leader() && self.consensus.term() == reign.term;
-        is_current.then(|| reign.base + self.now.since(reign.since))
+        let is_leader = self.consensus.is_leader();
+        self.leading.time(self.consensus.term(), self.now).filter(|_| is_leader)
     }
 
     /// Whether clients' batches may be proposed.
     pub(crate) fn is_open(&self) -> bool {
-        let opening = self.reign.as_ref().and_then(|reign| reign.opening);
-        self.cluster_time().is_some() && opening.is_some_and(|index| index <= self.applied)
+        self.cluster_time().is_some() && self.leading.is_open(self.applied)
     }
 
+    /// Begins or ends a leadership, and proposes all that waits.
     pub(super) fn lead(&mut self) {
         if !self.consensus.is_leader() {
-            self.end_reign();
+            self.end_leadership();
             return;
         }
         if self.cluster_time().is_none() {
-            self.begin_reign();
+            self.begin_leadership();
         }
         if self.config.witness || self.consensus.is_transferring() {
             return;
         }
         let Some(stamp) = self.cluster_time() else { return };
         let mut orders = Vec::new();
-        let opens = self.reign.as_ref().is_some_and(|reign| reign.opening.is_none());
-        if opens {
-            if self.machine.policy().is_none() {
-                orders.push(Order::Init {
-                    policy: Box::new(self.config.policy.clone()),
-                    seed: self.config.seed,
-                    fence: self.config.fence,
-                });
-            }
-            orders.push(Order::NewTerm);
+        if self.leading.must_open() {
+            self.order_opening(&mut orders);
         } else if self.is_open() {
-            self.early_bytes = 0;
-            for (from, batch) in std::mem::take(&mut self.early) {
+            for (from, batch) in self.leading.take_early() {
                 self.handle_forward(from, batch);
             }
             self.forward_own();
-            orders.append(&mut self.orders);
+            orders = self.leading.take_orders();
             self.order_what_is_due(stamp, &mut orders);
         } else {
             return;
         }
-        if orders.is_empty() && self.proposals.is_empty() {
+        if orders.is_empty() && !self.leading.has_proposals() {
             return;
         }
-        let payloads = self.payloads(stamp, &orders);
+        let payloads = self.leading.payloads(self.machine.version(), stamp, &orders);
         if !self.consensus.propose(payloads) {
             // Digests and policies come again by whoever asked; the rest is due again at the next look.
             return;
         }
-        self.proposals.clear();
-        self.proposal_bytes = 0;
-        self.stamped_at = stamp;
-        self.time_seen = self.time_seen.max(stamp);
         let last = self.consensus.last_index();
-        if let Some(reign) = &mut self.reign
-            && opens
-        {
-            reign.opening = Some(last);
-        }
-        for order in orders {
-            match order {
-                Order::Tick => self.tick_index = last,
-                Order::NodeLost { run } => self.lost_proposed = Some((run, last)),
-                Order::Policy(_) => self.policy_proposed(last),
-                Order::Version { .. } => self.version_index = last,
-                Order::Init { .. }
-                | Order::NewTerm
-                | Order::Digest { .. }
-                | Order::Address { .. } => {}
-            }
+        self.leading.proposed(&orders, stamp, last);
+        self.time_seen = self.time_seen.max(stamp);
+        if orders.iter().any(|order| matches!(order, Order::Policy(_))) {
+            self.policy_proposed(last);
         }
     }
 
@@ -109,51 +74,64 @@ impl Replica {
         if !self.consensus.propose(vec![payload.into()]) {
             return None;
         }
-        self.stamped_at = stamp;
+        self.leading.proposed_alone(stamp);
         self.time_seen = self.time_seen.max(stamp);
         Some(self.consensus.last_index())
     }
 
     /// This node's own clients, when it leads.
-    pub(super) fn forward_own(&mut self) {
+    fn forward_own(&mut self) {
         if self.consensus.leader() == Some(self.id()) {
             let mut nothing = Outputs::default();
             self.forward(&mut nothing);
         }
     }
 
-    pub(super) fn begin_reign(&mut self) {
-        self.end_reign();
+    fn begin_leadership(&mut self) {
+        self.end_leadership();
         let mut base = self.time_seen.max(self.machine.now());
         if bug(Bug::TimeRunsAhead) {
             base = base + Span::from_secs(5);
         }
         let term = self.consensus.term();
-        self.reign = Some(Reign { term, base, since: self.now, opening: None });
-        self.stamped_at = base;
-        // Nobody is silent who was never listened to.
-        self.heard = self.machine.members().keys().map(|&id| (id, self.now)).collect();
+        self.leading.begin(term, base, self.now, self.machine.members().keys().copied());
         tracing::info!(term, "this node leads");
     }
 
-    pub(super) fn end_reign(&mut self) {
-        if self.reign.take().is_some() {
+    fn end_leadership(&mut self) {
+        if self.leading.end() {
             tracing::info!("this node leads no more");
         }
-        self.expected.clear();
-        self.proposals.clear();
-        self.proposal_bytes = 0;
-        self.early.clear();
-        self.early_bytes = 0;
-        self.orders.clear();
-        self.tick_index = 0;
-        self.lost_proposed = None;
-        self.version_index = 0;
+    }
+
+    fn order_opening(&self, orders: &mut Vec<Order>) {
+        if self.machine.policy().is_none() {
+            orders.push(Order::Init {
+                policy: Box::new(self.config.policy.clone()),
+                seed: self.config.seed,
+                fence: self.config.fence,
+            });
+        }
+        orders.push(Order::NewTerm);
+    }
+
+    fn order_what_is_due(&self, stamp: Timestamp, orders: &mut Vec<Order>) {
+        let deadline = self.machine.next_deadline();
+        if self.leading.is_tick_due(deadline, stamp, self.applied) && !bug(Bug::NoTick) {
+            orders.push(Order::Tick);
+        }
+        self.order_version(orders);
+        let mut silent = self.leading.silent(self.now, self.applied).filter(|&id| id != self.id());
+        let silent = silent.find_map(|id| Some((id, self.machine.run_of(id)?)));
+        if let Some((id, run)) = silent {
+            tracing::warn!(raft_id = id, "a member is silent; its connections are given up");
+            orders.push(Order::NodeLost { run });
+        }
     }
 
     /// What a cluster that has just begun, or has got a new version, still lacks.
-    fn order_version(&mut self, orders: &mut Vec<Order>) {
-        if self.version_index > self.applied || self.is_policy_under_way() {
+    fn order_version(&self, orders: &mut Vec<Order>) {
+        if self.leading.is_version_under_way(self.applied) || self.is_policy_under_way() {
             return;
         }
         if let Some(version) = self.machine.first_version() {
@@ -170,122 +148,60 @@ impl Replica {
         }
     }
 
-    pub(super) fn order_what_is_due(&mut self, stamp: Timestamp, orders: &mut Vec<Order>) {
-        let deadline = self.machine.next_deadline();
-        let due = deadline.is_some_and(|at| at <= stamp)
-            || deadline.is_some() && stamp.since(self.stamped_at) >= TIME_ENTRY;
-        if due && self.tick_index <= self.applied && !bug(Bug::NoTick) {
-            orders.push(Order::Tick);
-        }
-        self.order_version(orders);
-        if self.lost_proposed.is_some_and(|(_, index)| index > self.applied) {
-            return;
-        }
-        let silent = self.heard.iter().find(|&(&id, &heard)| {
-            id != self.id() && self.now.since(heard) >= SILENCE && self.machine.run_of(id).is_some()
-        });
-        if let Some((&id, _)) = silent
-            && let Some(run) = self.machine.run_of(id)
-        {
-            tracing::warn!(raft_id = id, "a member is silent; its connections are given up");
-            orders.push(Order::NodeLost { run });
-        }
-    }
-
-    /// All that waits, as entries with one stamp.
-    pub(super) fn payloads(&self, stamp: Timestamp, orders: &[Order]) -> Vec<Bytes> {
-        let mut payloads = Vec::new();
-        let mut payload = Vec::new();
-        codec::begin_payload(&mut payload, self.machine.version(), stamp);
-        for order in orders {
-            codec::put_order(&mut payload, self.machine.version(), order);
-        }
-        let mut items = 0;
-        for batch in &self.proposals {
-            if items > 0
-                && (items + u32::from(batch.count) > u32::from(BATCH_ITEMS_MAX)
-                    || payload.len() + batch.bytes.len() > BATCH_BYTES_MAX)
-            {
-                payloads.push(Bytes::from(std::mem::take(&mut payload)));
-                codec::begin_payload(&mut payload, self.machine.version(), stamp);
-                items = 0;
-            }
-            items += u32::from(batch.count);
-            batch.put(&mut payload);
-        }
-        payloads.push(Bytes::from(payload));
-        payloads
-    }
-
+    /// A batch of a member, itself included.
     pub(super) fn handle_forward(&mut self, from: RaftId, batch: Batch) {
         if batch.first_seq == 1 && self.machine.applied_seq(batch.run) == Some(0) {
             self.consensus.probe_again(from);
         }
         if self.consensus.is_leader() && !self.is_open() {
             // Who hears of a new leader sends at once; it must not have to send again.
-            self.early_bytes += batch.bytes.len();
-            if self.early_bytes <= PENDING_BYTES_MAX {
-                self.early.push((from, batch));
-            }
+            self.leading.keep_early(from, batch);
             return;
         }
         let run = batch.run;
-        let expected = match self.accept(batch) {
-            Accepted::Yes | Accepted::Not => return,
-            Accepted::Expects(seq) => seq,
-        };
-        let frame = Frame::Expect { term: self.consensus.term(), run, seq: expected };
-        self.transfers.frames.push((from, frame.encode()));
+        if let Accepted::Expects(seq) = self.accept(batch) {
+            let frame = Frame::Expect { term: self.consensus.term(), run, seq };
+            self.transfers.push_frame(from, frame.encode());
+        }
     }
 
-    pub(super) fn accept(&mut self, mut batch: Batch) -> Accepted {
-        if !self.is_open() || self.proposal_bytes > PENDING_BYTES_MAX {
+    pub(super) fn accept(&mut self, batch: Batch) -> Accepted {
+        if !self.is_open() {
             return Accepted::Not;
         }
-        let Some(applied) = self.machine.applied_seq(batch.run) else { return Accepted::Not };
-        let expected = self.expected.entry(batch.run).or_insert(applied + 1);
-        if batch.first_seq > *expected {
-            return Accepted::Expects(*expected);
-        }
-        let known = *expected - batch.first_seq;
-        if known >= u64::from(batch.count) {
-            return Accepted::Expects(*expected);
-        }
-        if known > 0 && batch.skip(known).is_err() {
-            return Accepted::Not;
-        }
-        *expected = batch.first_seq + u64::from(batch.count);
-        self.proposal_bytes += batch.bytes.len();
-        self.proposals.push_back(batch);
-        Accepted::Yes
+        let applied_seq = self.machine.applied_seq(batch.run);
+        self.leading.accept(batch, applied_seq)
     }
 
     /// Tells new members, who have no state yet, where the others are.
-    pub(super) fn introduce(&mut self) {
+    fn introduce(&mut self) {
         let is_new = |id: &RaftId| {
             *id != self.id() && self.consensus.progress(*id).is_some_and(|(at, _)| at == 0)
         };
         let new: Vec<RaftId> = self.machine.members().keys().copied().filter(is_new).collect();
-        if !new.is_empty() {
-            let members = codec::pack(self.machine.members()).into();
-            let bytes = Frame::Members { members }.encode();
-            self.transfers.frames.extend(new.into_iter().map(|id| (id, bytes.clone())));
+        if new.is_empty() {
+            return;
+        }
+        let members = codec::pack(self.machine.members()).into();
+        let bytes = Frame::Members { members }.encode();
+        for id in new {
+            self.transfers.push_frame(id, bytes.clone());
         }
     }
 
     pub(super) fn look_after_leadership(&mut self) {
-        if self.consensus.is_leader() {
-            self.introduce();
-        }
-        if !self.consensus.is_leader() || self.consensus.is_transferring() {
+        if !self.consensus.is_leader() {
             return;
         }
-        let stalled =
-            self.unwritten.front().is_some_and(|write| self.now.since(write.since) >= WRITE_STALL);
-        if (self.config.witness || stalled || self.room_low || self.drained)
+        self.introduce();
+        if self.consensus.is_transferring() {
+            return;
+        }
+        let (stalled, low) = (self.writing.is_stalled(self.now), self.writing.is_room_low());
+        let drained = self.candidacy.is_drained();
+        if (self.config.witness || stalled || low || drained)
             && let Some(to) = self.best_successor()
         {
-            let (low, drained) = (self.room_low, self.drained);
             tracing::warn!(to, stalled, low, drained, "leadership is handed over");
             self.consensus.transfer(to);
         }
@@ -305,13 +221,4 @@ impl Replica {
             .max()
             .map(|(_, id)| id)
     }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Accepted {
-    Yes,
-    /// Not now, or never.
-    Not,
-    /// Another number is next.
-    Expects(u64),
 }
