@@ -738,8 +738,7 @@ impl Machine {
 
     /// Ends a session, for an operator (`forced`) or for its client.
     fn end(&mut self, caller: Caller, ended: SessionId, forced: bool, events: &mut Vec<Event>) {
-        let known =
-            self.store.as_ref().is_some_and(|store| !store.session_ids(ended..=ended).is_empty());
+        let known = self.store.as_ref().is_some_and(|store| store.has_session(ended));
         if known {
             let policy = self.registry.policy.as_ref().map(|policy| policy.auto_release);
             let release = forced || policy != Some(AutoRelease::Lease);
@@ -1065,11 +1064,19 @@ mod tests {
         let events = send(other, Action::Kick { session: ended });
         assert!(granted(&events, other), "the lock is free: {events:?}");
         assert!(events.contains(&Event::Kicked { session: ended }));
+        let events = send(other, Action::End { session: ended });
+        let refused = Outcome::Refused(Refusal::NotHeld);
+        let is_refused = |event: &Event| matches!(event, Event::Effect(Effect::Reply { outcome, .. }) if *outcome == refused);
+        assert!(events.iter().any(is_refused), "it has ended already: {events:?}");
         // The end of a connection is another thing.
         assert!(granted(&send(line, acquire(b"line", 0)), line));
         send(line, Action::Close { orderly: true, referenced: false });
         assert!(!granted(&send(other, acquire(b"line", 0)), other), "it stays");
         let store = machine.store().expect("it has begun");
         assert!(store.session_ids(ended..=ended).is_empty(), "its waits have ended");
+        for session in [ended, other, line, run.session(9)] {
+            let is_listed = !store.session_ids(session..=session).is_empty();
+            assert_eq!(store.has_session(session), is_listed, "{session:?}");
+        }
     }
 }

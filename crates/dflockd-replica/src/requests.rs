@@ -6,7 +6,7 @@
 //! skipped the entry of a request, its outcome is looked up in the new state: answered, still waiting, or unknown.
 //! Pushes that the snapshot skipped are lost, so connections with subscriptions are closed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dflockd_core::{RequestId, SessionId, Span, Timestamp};
 
@@ -22,6 +22,9 @@ pub(super) type RequestKey = (SessionId, RequestId);
 #[derive(Default)]
 pub(super) struct Requests {
     pending: BTreeMap<RequestKey, Pending>,
+    /// When each request is to be looked at next, earliest first: one row for each that is not given up, no others. A
+    /// look must not walk all that wait, which can be hundreds of thousands.
+    due: BTreeSet<(Timestamp, RequestKey)>,
 }
 
 struct Pending {
@@ -36,7 +39,14 @@ struct Pending {
     keep: bool,
 }
 
-/// What has come due, each by session and request.
+impl Pending {
+    /// When it is to be looked at next.
+    fn due_at(&self) -> Option<Timestamp> {
+        (!self.given_up).then(|| self.cancel_at.unwrap_or(self.give_up_at))
+    }
+}
+
+/// What has come due.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Due {
     /// Requests whose waits should have ended.
@@ -67,20 +77,31 @@ impl Requests {
         let end = now + wait;
         let cancel_at = (wait > Span::ZERO).then(|| end + CANCEL);
         let pending = Pending { seq, cancel_at, give_up_at: end + GIVE_UP, given_up: false, keep };
+        self.forget(key);
+        self.due.extend(pending.due_at().map(|at| (at, key)));
         self.pending.insert(key, pending);
     }
 
     /// A request is answered, and forgotten.
     pub(super) fn answer(&mut self, key: RequestKey) -> Answer {
-        match self.pending.remove(&key) {
+        match self.forget(key) {
             Some(Pending { given_up: true, keep, .. }) => Answer::TooLate { keep },
             Some(_) | None => Answer::Deliver,
         }
     }
 
+    fn forget(&mut self, key: RequestKey) -> Option<Pending> {
+        let pending = self.pending.remove(&key)?;
+        if let Some(at) = pending.due_at() {
+            self.due.remove(&(at, key));
+        }
+        Some(pending)
+    }
+
     /// All sessions of the run have ended.
     pub(super) fn clear(&mut self) {
         self.pending.clear();
+        self.due.clear();
     }
 
     /// Those whose items are in the state.
@@ -89,25 +110,32 @@ impl Requests {
         applied.map(|(&key, _)| key).collect()
     }
 
-    /// What has come due since the last call.
+    /// What has come due since the last call, each list by session and request.
     pub(super) fn take_due(&mut self, now: Timestamp) -> Due {
         let mut due = Due::default();
-        for (&key, pending) in &mut self.pending {
-            if pending.cancel_at.is_some_and(|at| at <= now) {
-                pending.cancel_at = None;
+        while let Some(&(at, key)) = self.due.first()
+            && at <= now
+        {
+            self.due.pop_first();
+            let pending = self.pending.get_mut(&key).expect("a row of `due` has its request");
+            if pending.cancel_at.take().is_some() {
                 due.cancel.push(key);
-            }
-            if pending.give_up_at <= now && !pending.given_up {
+            } else {
                 pending.given_up = true;
                 due.give_up.push(key);
             }
+            self.due.extend(pending.due_at().map(|at| (at, key)));
         }
+        due.cancel.sort_unstable();
+        due.give_up.sort_unstable();
         due
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use dflockd_testkit::Noise;
+
     use super::*;
 
     fn at(ms: u64) -> Timestamp {
@@ -162,5 +190,56 @@ mod tests {
         requests.clear();
         assert_eq!(requests.applied(9), []);
         assert_eq!(requests.take_due(at(9000)), Due::default());
+    }
+
+    /// The same requests without an index: each look walks all of them.
+    #[derive(Default)]
+    struct Twin(BTreeMap<RequestKey, Pending>);
+
+    impl Twin {
+        fn take_due(&mut self, now: Timestamp) -> Due {
+            let mut due = Due::default();
+            for (&key, pending) in &mut self.0 {
+                if pending.cancel_at.is_some_and(|at| at <= now) {
+                    pending.cancel_at = None;
+                    due.cancel.push(key);
+                }
+                if pending.give_up_at <= now && !pending.given_up {
+                    pending.given_up = true;
+                    due.give_up.push(key);
+                }
+            }
+            due
+        }
+    }
+
+    #[test]
+    fn a_look_finds_what_a_walk_over_all_would() {
+        let mut noise = Noise::new(7);
+        let mut below = |end: u64| noise.next() % end;
+        let (mut requests, mut twin) = (Requests::default(), Twin::default());
+        let mut ms = 0;
+        for seq in 1..20_000 {
+            ms += below(50);
+            let key = key(below(20), below(20));
+            match below(4) {
+                0 => {
+                    let answer = requests.answer(key);
+                    let too_late = twin.0.remove(&key).is_some_and(|pending| pending.given_up);
+                    assert_eq!(matches!(answer, Answer::TooLate { .. }), too_late);
+                }
+                1 => assert_eq!(requests.take_due(at(ms)), twin.take_due(at(ms)), "at {ms}"),
+                _ => {
+                    let wait = Span::from_millis(below(3) * 1000);
+                    requests.insert(key, seq, false, wait, at(ms));
+                    let cancel_at = (wait > Span::ZERO).then(|| at(ms) + wait + CANCEL);
+                    let give_up_at = at(ms) + wait + GIVE_UP;
+                    let (given_up, keep) = (false, false);
+                    twin.0.insert(key, Pending { seq, cancel_at, give_up_at, given_up, keep });
+                }
+            }
+            let not_given_up = requests.pending.values().filter(|pending| !pending.given_up);
+            assert_eq!(requests.due.len(), not_given_up.count(), "one row for each, no others");
+        }
     }
 }
