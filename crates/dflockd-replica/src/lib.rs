@@ -100,6 +100,10 @@ use self::types::{Action, Member, Policy, RaftId, Run, Start};
 /// One tick of Raft's clock.
 pub const TICK: Span = Span::from_millis(10);
 
+/// Why a node has no run left: the numbers that a member has are used up.
+pub const TOO_MANY_STARTS: &str =
+    "this node was started too often; remove it and let a new one take its place";
+
 /// Keys of what a node notes beside its log.
 pub mod note {
     /// Who the node is: a [`NodeIdentity`](crate::types::NodeIdentity).

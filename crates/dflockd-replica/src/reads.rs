@@ -64,7 +64,7 @@ impl Reads {
         if self.waiting.is_empty() || self.asked.len() >= QUESTIONS_MAX {
             return None;
         }
-        self.last += 1;
+        self.last = self.last.wrapping_add(1);
         let question = u64::from(run.0) << 32 | u64::from(self.last);
         self.asked.insert(question, (now, std::mem::take(&mut self.waiting)));
         Some(question)
@@ -196,6 +196,16 @@ mod tests {
         assert_eq!(reads.ask((3, 8), Run::new(1, 1), at(500)), None, "499 ms are not long");
         assert_eq!(jobs(reads.expire(at(501))), NONE);
         assert!(reads.ask((3, 8), Run::new(1, 1), at(501)).is_some());
+    }
+
+    #[test]
+    fn questions_are_counted_without_end() {
+        let mut reads = Reads { last: u32::MAX, ..Reads::default() };
+        reads.add(read(1, 0));
+        let question = ask(&mut reads, 0).unwrap();
+        assert_eq!(question, u64::from(Run::new(1, 1).0) << 32, "only the count begins again");
+        reads.confirm(question, 1);
+        assert_eq!(jobs(reads.take_answerable(1, 0)), [1]);
     }
 
     #[test]

@@ -7,6 +7,8 @@
 mod accept;
 mod lead;
 mod snapshot;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 
@@ -175,10 +177,10 @@ impl Replica {
                 return;
             }
         };
-        // Its connection is about to be closed. A number that is not known is of a member that was added by entries
-        // which this node has not seen, and which may lead by now.
-        let was_removed = self.machine.was_removed(from) && !self.machine.members().is_empty();
-        if was_removed && from != 0 && !matches!(frame, Frame::Raft { .. }) {
+        // A removed member, whose connection is about to be closed, or a node that has no number yet. A number that is
+        // not known is of a member that was added by entries which this node has not seen, and which may lead by now.
+        let is_no_member = self.machine.was_removed(from) && !self.machine.members().is_empty();
+        if is_no_member && !matches!(frame, Frame::Raft { .. }) {
             return;
         }
         self.leading.hear(from, self.now);

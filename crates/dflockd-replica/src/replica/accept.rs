@@ -14,7 +14,7 @@ use crate::machine::Event;
 use crate::reads::{Read, ReadWhat};
 use crate::requests::{Answer, GIVE_UP};
 use crate::types::{Action, Item, Run};
-use crate::{NodeEvent, Outgoing, Outputs, OwnedQuery, note, urgency};
+use crate::{NodeEvent, Outgoing, Outputs, OwnedQuery, TOO_MANY_STARTS, note, urgency};
 
 impl Replica {
     /// Accepts what a client asks for. `wait` is how long the request may block, none if it is not answered at all.
@@ -68,6 +68,10 @@ impl Replica {
     /// The others have given this run up, and with it every session of a connection here.
     pub(super) fn lose_run(&mut self) {
         let start = (self.accepting.run().0 & Run::START_MAX) + 1;
+        if start > Run::START_MAX {
+            self.fatal = Some(TOO_MANY_STARTS.into());
+            return;
+        }
         let run = Run::new(self.id(), start);
         tracing::warn!("given up by the others; connections are closed and the node begins anew");
         self.writing.note(note::START, start.to_le_bytes().to_vec());
