@@ -910,6 +910,16 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_change_of_room_is_told_once() {
+        let dir = Dir::new();
+        let disk = RealDisk::open(&dir.path("data")).unwrap();
+        let (log, _) = LogStore::open(disk, LogOptions::default()).unwrap();
+        let mut kept = Kept { log, room: Room::Low, gone: None };
+        assert_eq!(kept.room_change(), Some(Room::Plenty));
+        assert_eq!(kept.room_change(), None);
+    }
+
     /// GUARANTEES 48: a node that waits to be added does not take a number that no member can have, and does not end
     /// because of it.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
