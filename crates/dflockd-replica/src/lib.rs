@@ -232,8 +232,8 @@ pub struct Outputs {
     /// The log before this index is no longer needed, because the snapshot reported by [`Replica::handle_snapshot`]
     /// covers it.
     ///
-    /// The log is cut only when that snapshot is durable and the log knows of it, and behind all earlier `writes`. A
-    /// crash before the cut loses nothing but room on the disk.
+    /// The log is cut only when that snapshot is durable and the log knows of it. A crash before the cut loses nothing
+    /// but room on the disk.
     pub cut_before: Option<u64>,
     /// Memory that the cut has made free. To be dropped where nobody waits: that may take long.
     pub gone: Option<Gone>,

@@ -1066,7 +1066,10 @@ mod tests {
         assert!(events.contains(&Event::Kicked { session: ended }));
         let events = send(other, Action::End { session: ended });
         let refused = Outcome::Refused(Refusal::NotHeld);
-        let is_refused = |event: &Event| matches!(event, Event::Effect(Effect::Reply { outcome, .. }) if *outcome == refused);
+        let is_refused = |event: &Event| {
+            let Event::Effect(Effect::Reply { outcome, .. }) = event else { return false };
+            *outcome == refused
+        };
         assert!(events.iter().any(is_refused), "it has ended already: {events:?}");
         // The end of a connection is another thing.
         assert!(granted(&send(line, acquire(b"line", 0)), line));

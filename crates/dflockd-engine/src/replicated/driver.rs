@@ -164,15 +164,15 @@ pub(crate) async fn start(
     Ok(transport)
 }
 
-/// The number of this start, from the note of the last one. A note that can not be read is damage: if it counted as none,
-/// a run would be used twice, and what the earlier one had sent would be taken for that of this one.
+/// The number of this start, from the note of the last one. A note that can not be read is damage: if it counted as
+/// none, a run would be used twice, and what the earlier one had sent would be taken for that of this one.
 fn next_start(noted: Option<&Vec<u8>>) -> Result<u32, String> {
     let Some(noted) = noted else { return Ok(1) };
     let starts = <[u8; 4]>::try_from(noted.as_slice()).map(u32::from_le_bytes).map_err(|_| {
         let bytes = noted.len();
         format!(
-            "the count of starts is damaged: {bytes} bytes instead of 4; restore a copy of the directory that is whole, \
-             or remove this node and let it join under a new id with an empty one"
+            "the count of starts is damaged: {bytes} bytes instead of 4; remove this node from the cluster and let it \
+             join under a new id with an empty directory, or restore a backup"
         )
     })?;
     if starts >= Run::START_MAX {
