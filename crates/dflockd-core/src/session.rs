@@ -535,7 +535,13 @@ impl Store {
         }
     }
 
-    /// The sessions with ids in a range, in order.
+    /// Whether there is a session with this id. Takes no longer the more there are.
+    #[must_use]
+    pub fn has_session(&self, id: SessionId) -> bool {
+        self.sessions.contains_key(&id)
+    }
+
+    /// The sessions with ids in a range, in order. Looks at all there are.
     #[must_use]
     pub fn session_ids(&self, range: core::ops::RangeInclusive<SessionId>) -> Vec<SessionId> {
         let mut ids: Vec<_> =

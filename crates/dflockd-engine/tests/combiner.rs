@@ -1,6 +1,6 @@
 //! Flat combining under a scheduler that decides which thread goes on at each step: thousands of interleavings of the
-//! files of the engine themselves, with the scheduler's primitives in the place of the real ones. Their waits never time
-//! out, so a wake-up that is lost is a deadlock, which the scheduler reports with the interleaving that led to it.
+//! files of the engine themselves, with the scheduler's primitives in the place of the real ones. Their waits never
+//! time out, so a wake-up that is lost is a deadlock, which the scheduler reports with the interleaving that led to it.
 //!
 //! `DFLOCKD_SCHEDULES=1000000` tries more of them.
 

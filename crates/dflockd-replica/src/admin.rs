@@ -287,7 +287,7 @@ impl Replica {
                 Err("nobody else could lead".to_owned())
             }
             AdminRequest::Drain { on } => {
-                self.drained = on;
+                self.candidacy.drain(on);
                 Ok(())
             }
             AdminRequest::Add { .. }
@@ -630,8 +630,10 @@ mod tests {
             replica.handle_frame(stranger, ask(stranger));
             assert!(replica.admins.to_decide.is_empty(), "{stranger} was listened to");
         }
-        replica.handle_frame(2, piece.clone());
-        assert!(!replica.transfers.is_coming(2));
+        for stranger in [2, 0] {
+            replica.handle_frame(stranger, piece.clone());
+            assert!(!replica.transfers.is_coming(stranger), "a piece of {stranger} was taken");
+        }
         replica.handle_frame(3, ask(3));
         assert_eq!(replica.admins.to_decide.len(), 1, "a member may ask");
         // One that was added by entries that are not here yet may lead by now.

@@ -518,3 +518,128 @@ impl slog::Drain for TracingDrain {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries(indexes: std::ops::RangeInclusive<u64>, term: u64) -> Vec<Entry> {
+        indexes.map(|index| Entry { index, term, ..Entry::default() }).collect()
+    }
+
+    fn metadata(index: u64, term: u64) -> SnapshotMetadata {
+        let mut metadata = SnapshotMetadata { index, term, ..SnapshotMetadata::default() };
+        metadata.set_conf_state(ConfState { voters: vec![1, 2], ..ConfState::default() });
+        metadata
+    }
+
+    /// A snapshot at 10 and the entries from 11 to 20, those from 16 on of another term.
+    fn tail() -> Tail {
+        let entries = [entries(11..=15, 3), entries(16..=20, 4)].concat();
+        Tail::new(HardState::default(), metadata(10, 2), Bytes::new(), entries).unwrap()
+    }
+
+    fn terms(tail: &Tail) -> Vec<(u64, Option<u64>)> {
+        (tail.first() - 1..=tail.last()).map(|index| (index, tail.term_at(index))).collect()
+    }
+
+    #[test]
+    fn a_log_continues_its_snapshot() {
+        let tail = tail();
+        assert_eq!((tail.first(), tail.last(), tail.hard_state.commit), (11, 20, 10));
+        let open = |snapshot, commit, entries| {
+            let hard_state = HardState { commit, ..HardState::default() };
+            Tail::new(hard_state, metadata(snapshot, 2), Bytes::new(), entries)
+        };
+        assert!(open(10, 20, entries(8..=20, 2)).is_ok_and(|tail| tail.first() == 11));
+        assert!(open(10, 20, entries(12..=20, 2)).is_err(), "a gap");
+        assert!(open(10, 21, entries(11..=20, 2)).is_err(), "what was committed is missing");
+        assert!(open(10, 0, vec![]).is_ok_and(|tail| (tail.first(), tail.last()) == (11, 10)));
+    }
+
+    #[test]
+    fn a_snapshot_cuts_what_it_may() {
+        let mut tail = tail();
+        // Entries before the snapshot stay for members that are a little behind.
+        let gone = tail.compact(metadata(18, 4), Bytes::from_static(b"18"), 15);
+        assert_eq!(gone._entries.len(), 5);
+        assert_eq!((tail.first(), tail.last(), tail.snapshot.index), (16, 20, 18));
+        assert_eq!(tail.snapshot_data, &b"18"[..]);
+        let known = [(15, 3), (16, 4), (17, 4), (18, 4), (19, 4), (20, 4)];
+        assert_eq!(terms(&tail), known.map(|(index, term)| (index, Some(term))));
+        // Nothing to cut: only the snapshot is another one.
+        let gone = tail.compact(metadata(19, 4), Bytes::new(), 15);
+        assert_eq!(gone._entries.len(), 0);
+        assert_eq!(gone._data, &b"18"[..]);
+        assert_eq!((tail.first(), tail.last(), tail.snapshot.index), (16, 20, 19));
+        let gone = tail.compact(metadata(20, 4), Bytes::new(), 20);
+        assert_eq!(gone._entries.len(), 5);
+        assert_eq!((tail.first(), tail.last()), (21, 20));
+        assert_eq!((tail.term_at(20), tail.term_at(21), tail.term_at(19)), (Some(4), None, None));
+    }
+
+    #[test]
+    fn entries_replace_those_that_were_there() {
+        let mut tail = tail();
+        tail.append(&[]);
+        assert_eq!(tail.last(), 20);
+        tail.append(&entries(18..=19, 5));
+        assert_eq!((tail.last(), tail.term_at(17), tail.term_at(18)), (19, Some(4), Some(5)));
+        tail.append(&entries(20..=21, 5));
+        assert_eq!((tail.last(), tail.term_at(20)), (21, Some(5)));
+        tail.append(&entries(11..=11, 6));
+        assert_eq!((tail.first(), tail.last()), (11, 11));
+    }
+
+    #[test]
+    fn raft_reads_what_is_there() {
+        let mut tail = tail();
+        let context = || GetEntriesContext::empty(false);
+        let indexes = |tail: &Tail, low, high, bytes: u64| {
+            let read = tail.entries(low, high, bytes, context());
+            read.map(|entries| entries.iter().map(|entry| entry.index).collect::<Vec<_>>())
+        };
+        assert_eq!(indexes(&tail, 11, 14, u64::MAX).unwrap(), [11, 12, 13]);
+        assert_eq!(indexes(&tail, 11, 14, 0).unwrap(), [11], "one at least");
+        assert_eq!(indexes(&tail, 11, 14, 32).unwrap(), [11, 12], "each counts 16 bytes");
+        assert_eq!(indexes(&tail, 20, 21, 0).unwrap(), [20]);
+        let compacted = raft::Error::Store(StorageError::Compacted);
+        let unavailable = raft::Error::Store(StorageError::Unavailable);
+        assert_eq!(indexes(&tail, 10, 14, 0).unwrap_err(), compacted);
+        assert_eq!(indexes(&tail, 20, 22, 0).unwrap_err(), unavailable);
+        tail.compact(metadata(18, 4), Bytes::new(), 15);
+        assert_eq!((tail.term(15).unwrap(), tail.term(18).unwrap()), (3, 4));
+        assert_eq!(tail.term(14).unwrap_err(), compacted);
+        assert_eq!(tail.term(21).unwrap_err(), unavailable);
+    }
+
+    #[test]
+    fn a_member_gets_a_snapshot_that_knows_it() {
+        let tail = tail();
+        assert_eq!(tail.snapshot(10, 2).unwrap().get_metadata().index, 10);
+        assert!(!tail.is_wanted());
+        assert!(tail.snapshot(10, 3).is_err(), "3 was not a member then");
+        assert!(tail.is_wanted() && !tail.is_wanted(), "asked for once");
+        assert!(tail.snapshot(11, 2).is_err() && tail.is_wanted(), "a newer one is needed");
+    }
+
+    /// Members must not want to lead at the same time: every bit of what their timeouts are made from counts.
+    #[test]
+    fn election_timeouts_are_spread() {
+        let ticks = 128;
+        let timeout = |seed, id| {
+            let config = RaftConfig { id, election_ticks: ticks, heartbeat_ticks: 10, seed };
+            let hard_state = HardState::default();
+            let tail = Tail::new(hard_state, metadata(1, 1), Bytes::new(), vec![]).unwrap();
+            let consensus = Consensus::new(&config, tail).unwrap();
+            consensus.node.raft.randomized_election_timeout()
+        };
+        let spread = |timeouts: Vec<usize>| {
+            assert!(timeouts.iter().all(|timeout| (ticks..ticks * 2).contains(timeout)));
+            timeouts.into_iter().collect::<std::collections::BTreeSet<_>>().len()
+        };
+        assert!(spread((0..64).map(|seed| timeout(seed, 1)).collect()) > 32);
+        assert!(spread((0..64).map(|seed| timeout(seed << 48, 1)).collect()) > 32);
+        assert!(spread((1..=2).map(|id| timeout(7, id)).collect()) == 2);
+    }
+}

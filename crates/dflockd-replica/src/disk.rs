@@ -328,6 +328,8 @@ mod tests {
         let mut byte = [0];
         let error = disk.read("missing", 0, &mut byte).unwrap_err();
         assert!(error.to_string().contains("missing"), "{error}");
+        // What a sync does can not be seen without a power cut, only that it asks for the file.
+        assert_eq!(disk.sync("missing").unwrap_err().kind(), ErrorKind::NotFound);
     }
 
     #[test]

@@ -212,25 +212,26 @@ pub struct Recovered {
     pub hard_state: HardState,
     /// The notes that were written last.
     pub notes: BTreeMap<Vec<u8>, Vec<u8>>,
-    /// The newest.
+    /// The newest snapshot.
     pub snapshot: Option<StoredSnapshot>,
-    /// Without a gap. The first is at most the one behind the snapshot: what is still on disk before it is there, too.
+    /// The entries, without a gap. The first is at most the one behind the snapshot: what is still on disk before it is
+    /// there, too.
     pub entries: Vec<Entry>,
-    /// An interrupted write at the end was cut away. Reported again at each start until entries or a hard state were
-    /// written and synced, so the reader has the time to note what it makes of it.
+    /// Whether an interrupted write at the end was cut away. Reported again at each start until entries or a hard state
+    /// were written and synced, so the reader has the time to note what it makes of it.
     pub cut: bool,
 }
 
 /// What is written together. It is found again as a whole or, if it was not synced, perhaps not at all.
 #[derive(Clone, Debug, Default)]
 pub struct LogBatch {
-    /// In order and without a gap. The first may be one that is there already: then that one and all behind it are
-    /// replaced.
+    /// Entries in order and without a gap. The first may have the index of one that is there already: then that one and
+    /// all behind it are replaced.
     pub entries: Vec<Entry>,
-    /// If it has changed.
+    /// Term, vote and commit index, if they have changed.
     pub hard_state: Option<HardState>,
-    /// Those that have changed. An empty value removes a note. All notes together take at most 64 KiB, each counting
-    /// eight bytes more than its key and value.
+    /// The notes that have changed. An empty value removes a note. All notes together take at most 64 KiB, each
+    /// counting eight bytes more than its key and value.
     pub notes: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
@@ -522,7 +523,8 @@ impl<D: Disk> LogStore<D> {
         self.sweep()
     }
 
-    /// The same, but older ones become [litter](Self::take_litter).
+    /// A snapshot of what is in the log was stored by [`write_snapshot`]: older ones become
+    /// [litter](Self::take_litter).
     pub fn adopt(&mut self, metadata: &SnapshotMetadata) -> io::Result<()> {
         self.check_usable()?;
         self.check_covered(metadata)?;
@@ -582,7 +584,8 @@ impl<D: Disk> LogStore<D> {
         self.sweep()
     }
 
-    /// The same, but they become [litter](Self::take_litter).
+    /// Makes segments in which everything is below `index` [litter](Self::take_litter), but nothing that the snapshot
+    /// does not cover.
     pub fn retire_before(&mut self, index: u64) -> io::Result<()> {
         self.check_usable()?;
         let covered = self.snapshot.map_or(0, |snapshot| snapshot.index);

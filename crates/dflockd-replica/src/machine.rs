@@ -738,8 +738,7 @@ impl Machine {
 
     /// Ends a session, for an operator (`forced`) or for its client.
     fn end(&mut self, caller: Caller, ended: SessionId, forced: bool, events: &mut Vec<Event>) {
-        let known =
-            self.store.as_ref().is_some_and(|store| !store.session_ids(ended..=ended).is_empty());
+        let known = self.store.as_ref().is_some_and(|store| store.has_session(ended));
         if known {
             let policy = self.registry.policy.as_ref().map(|policy| policy.auto_release);
             let release = forced || policy != Some(AutoRelease::Lease);
@@ -1065,11 +1064,66 @@ mod tests {
         let events = send(other, Action::Kick { session: ended });
         assert!(granted(&events, other), "the lock is free: {events:?}");
         assert!(events.contains(&Event::Kicked { session: ended }));
+        let events = send(other, Action::End { session: ended });
+        let refused = Outcome::Refused(Refusal::NotHeld);
+        let is_refused = |event: &Event| {
+            let Event::Effect(Effect::Reply { outcome, .. }) = event else { return false };
+            *outcome == refused
+        };
+        assert!(events.iter().any(is_refused), "it has ended already: {events:?}");
         // The end of a connection is another thing.
         assert!(granted(&send(line, acquire(b"line", 0)), line));
         send(line, Action::Close { orderly: true, referenced: false });
         assert!(!granted(&send(other, acquire(b"line", 0)), other), "it stays");
         let store = machine.store().expect("it has begun");
         assert!(store.session_ids(ended..=ended).is_empty(), "its waits have ended");
+        for session in [ended, other, line, run.session(9)] {
+            let is_listed = !store.session_ids(session..=session).is_empty();
+            assert_eq!(store.has_session(session), is_listed, "{session:?}");
+        }
+    }
+
+    /// Exactly once stands on this: a leader takes the next number of a run, and nothing of one that is over.
+    #[test]
+    fn the_last_number_of_a_run_is_known_while_it_counts() {
+        let mut machine = machine();
+        let run = |starts| Run::new(2, starts);
+        assert_eq!(machine.applied_seq(run(5)), Some(0), "nothing was heard of it");
+        start(&mut machine, 2, 2, 5, 1);
+        assert_eq!(machine.applied_seq(run(5)), Some(1), "its start");
+        assert_eq!(machine.applied_seq(run(6)), Some(0), "the next one has not begun");
+        assert_eq!(machine.applied_seq(run(4)), None, "it is over");
+        assert_eq!(machine.applied_seq(Run::new(1, 5)), Some(0), "of another member");
+        order(&mut machine, 3, &Order::NodeLost { run: run(4) });
+        assert_eq!(machine.applied_seq(run(5)), Some(1), "another run was lost");
+        order(&mut machine, 4, &Order::NodeLost { run: run(5) });
+        assert_eq!(machine.applied_seq(run(5)), None, "it was given up");
+        assert_eq!(machine.applied_seq(run(6)), Some(0), "the node may come back");
+        assert_eq!((machine.run_of(2), machine.newest_run(2)), (None, Some(run(5))));
+    }
+
+    #[test]
+    fn snapshots_that_are_none_are_refused() {
+        let mut machine = machine();
+        for stamp in [2, 3] {
+            start(&mut machine, stamp, stamp - 1, 1, 2);
+        }
+        order(&mut machine, 4, &Order::Version { version: 2 });
+        let whole = machine.snapshot();
+        for end in 0..whole.len() {
+            assert!(Machine::restore(&whole[..end], false).is_err(), "{end} bytes of it");
+        }
+        let newer = [&[form(version::newest()) + 1], &whole[1..]].concat();
+        let why = Machine::restore(&newer, false).err().expect("too new");
+        assert!(why.contains("newer server"), "{why}");
+        assert!(Machine::restore(&[&[0], &whole[1..]].concat(), false).is_err(), "no form");
+        // The first form had only the registry and the store.
+        let mut oldest = postcard::to_extend(&machine.registry, vec![1]).expect("memory");
+        oldest.push(0);
+        let restored = Machine::restore(&oldest, false).expect("it is one");
+        assert_eq!((restored.version(), restored.versions().len()), (1, 0));
+        assert_eq!(restored.members(), machine.members());
+        oldest.push(0);
+        assert!(Machine::restore(&oldest, false).is_err(), "something behind its end");
     }
 }

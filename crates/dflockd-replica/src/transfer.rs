@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use dflockd_core::{Span, Timestamp};
-use raft::eraftpb::Message;
 
 use super::codec::Frame;
 use super::types::RaftId;
-use super::{Outgoing, Outputs, ReceivedSnapshot, digest_of};
+use super::{Outgoing, Outputs, digest_of};
 
 const CHUNK: usize = 1 << 20;
 /// Bytes that may be under way without having been acknowledged.
@@ -16,19 +15,16 @@ const WINDOW: u64 = 4 << 20;
 /// A transfer without progress is given up after this.
 const STALLED: Span = Span::from_secs(5);
 
-/// What a replica has under way besides Raft's own messages.
+/// What a replica has under way besides Raft's own messages: snapshots in pieces, and small frames that are no outputs
+/// yet.
 #[derive(Default)]
 pub(super) struct Transfers {
     last: u64,
     out: BTreeMap<RaftId, Sending>,
     /// One from each member at most.
     coming: BTreeMap<RaftId, Coming>,
-    /// Raft messages that waited for a log write and may leave now.
-    pub(super) messages: Vec<Message>,
-    /// Other frames that may leave now.
-    pub(super) frames: Vec<(RaftId, Bytes)>,
-    /// A snapshot that a witness is to keep.
-    pub(super) to_keep: Option<ReceivedSnapshot>,
+    /// Small frames for the next [`Transfers::send`].
+    frames: Vec<(RaftId, Bytes)>,
 }
 
 struct Sending {
@@ -124,6 +120,12 @@ impl Transfers {
         lost
     }
 
+    /// Sends a small frame with the next outputs.
+    pub(super) fn push_frame(&mut self, to: RaftId, bytes: Bytes) {
+        self.frames.push((to, bytes));
+    }
+
+    /// Sends the small frames, and pieces of snapshots as far as the window allows.
     pub(super) fn send(&mut self, outputs: &mut Outputs) {
         for (to, bytes) in self.frames.drain(..) {
             outputs.frames.push(Outgoing { to, bulk: false, bytes });

@@ -116,6 +116,7 @@ pub fn check(recovered: &Recovered) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::log::StoredSnapshot;
 
     /// GUARANTEES 48: a node that is started again knows whether frames must be sealed before it dials anybody.
     #[test]
@@ -127,5 +128,29 @@ mod tests {
         assert!(!is_used(&[entry(&[1, 9]), entry(&[])], SEALED));
         assert!(is_used(&[entry(&[1, 0]), entry(&[2, 0]), entry(&[])], SEALED));
         assert!(is_used(&[entry(&[1]), change], SEALED));
+    }
+
+    /// GUARANTEES 42: a program reads its own version, and stops before it writes anything if there is a newer one.
+    #[test]
+    fn what_is_newer_is_found_before_anything_is_written() {
+        let recovered = |version: u32, form: Option<u8>| {
+            let data = vec![u8::try_from(version).unwrap(), 0].into();
+            let (metadata, digest) = Default::default();
+            let stored = |form| StoredSnapshot { metadata, data: vec![form].into(), digest };
+            Recovered {
+                hard_state: Default::default(),
+                notes: Default::default(),
+                snapshot: form.map(stored),
+                entries: vec![Entry { index: 7, data, ..Entry::default() }],
+                cut: false,
+            }
+        };
+        let newest_form = u8::try_from(newest() + 1).unwrap();
+        assert_eq!(check(&recovered(newest(), None)), Ok(()));
+        assert_eq!(check(&recovered(1, Some(newest_form))), Ok(()));
+        let why = check(&recovered(newest() + 1, None)).unwrap_err();
+        assert!(why.starts_with("entry 7: "), "{why}");
+        let why = check(&recovered(1, Some(newest_form + 1))).unwrap_err();
+        assert!(why.contains("newer server"), "{why}");
     }
 }

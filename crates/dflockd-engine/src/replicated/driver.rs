@@ -31,7 +31,8 @@ use dflockd_replica::log::{LogBatch, LogOptions, LogStore, Recovered, write_snap
 use dflockd_replica::machine::Machine;
 use dflockd_replica::types::{Member, NodeIdentity, Policy, RaftId, Run, Start};
 use dflockd_replica::{
-    MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, note, version,
+    MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, TOO_MANY_STARTS,
+    note, version,
 };
 
 /// Bytes of log after which a snapshot is made.
@@ -113,15 +114,8 @@ pub(crate) async fn start(
     }
     let is_new = recovered.snapshot.is_none() && recovered.entries.is_empty();
     let beginning = if is_new { beginning(&options, &mut who) } else { None };
-    let start = recovered
-        .notes
-        .get(note::START)
-        .and_then(|bytes| bytes.as_slice().try_into().ok())
-        .map_or(0, u32::from_le_bytes)
-        + 1;
-    if start > Run::START_MAX {
-        return Err("this node was started too often; let a new one take its place".into());
-    }
+    let start = next_start(recovered.notes.get(note::START))
+        .map_err(|why| format!("data directory {}: {why}", options.dir.display()))?;
     if who.raft_id > Run::RAFT_ID_MAX {
         return Err(format!(
             "the data directory belongs to member {}, which can not be",
@@ -167,6 +161,23 @@ pub(crate) async fn start(
     };
     spawn("replica", move || site.run(log, recovered))?;
     Ok(transport)
+}
+
+/// The number of this start, from the note of the last one. A note that can not be read is damage: if it counted as
+/// none, a run would be used twice, and what the earlier one had sent would be taken for that of this one.
+fn next_start(noted: Option<&Vec<u8>>) -> Result<u32, String> {
+    let Some(noted) = noted else { return Ok(1) };
+    let starts = <[u8; 4]>::try_from(noted.as_slice()).map(u32::from_le_bytes).map_err(|_| {
+        let bytes = noted.len();
+        format!(
+            "the count of starts is damaged: {bytes} bytes instead of 4; remove this node from the cluster and let it \
+             join under a new id with an empty directory, or restore a backup"
+        )
+    })?;
+    if starts >= Run::START_MAX {
+        return Err(TOO_MANY_STARTS.into());
+    }
+    Ok(starts + 1)
 }
 
 /// The identity of a new cluster's member and the state all its members begin with, if it is to be one.
@@ -621,6 +632,20 @@ mod tests {
             credentials: Credentials { secrets, tls: None },
             version_max: Version::Sealed,
             limits: TransportLimits::default(),
+        }
+    }
+
+    #[test]
+    fn a_start_follows_the_one_that_was_noted() {
+        let noted = |starts: u32| next_start(Some(&starts.to_le_bytes().to_vec()));
+        assert_eq!(next_start(None), Ok(1), "the first");
+        assert_eq!((noted(1), noted(Run::START_MAX - 1)), (Ok(2), Ok(Run::START_MAX)));
+        for starts in [Run::START_MAX, u32::MAX] {
+            assert_eq!(noted(starts), Err(TOO_MANY_STARTS.to_owned()));
+        }
+        for bytes in [&[][..], &[7, 0, 0], &[7, 0, 0, 0, 0]] {
+            let why = next_start(Some(&bytes.to_vec())).unwrap_err();
+            assert!(why.contains("damaged"), "{bytes:?}: {why}");
         }
     }
 

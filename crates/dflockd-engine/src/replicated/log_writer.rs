@@ -294,3 +294,62 @@ impl<D: Disk> WrittenLog<D> {
 pub(super) fn is_passing(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::StorageFull || is_out_of_descriptors(error)
 }
+
+#[cfg(test)]
+mod tests {
+    use dflockd_replica::log::LogOptions;
+    use dflockd_testkit::Dir;
+
+    use super::*;
+
+    fn note(value: u8) -> LogJob {
+        LogJob::Note(b"key".to_vec(), vec![value])
+    }
+
+    fn open() -> (WrittenLog<RealDisk>, Dir) {
+        let dir = Dir::new();
+        let disk = RealDisk::open(&dir.path("data")).unwrap();
+        (WrittenLog::new(LogStore::open(disk, LogOptions::default()).unwrap().0), dir)
+    }
+
+    fn write(number: u64, sync: bool) -> LogJob {
+        let (batch, snapshot) = (LogBatch::default(), None);
+        LogJob::Write(LogWrite { number, sync, batch, snapshot })
+    }
+
+    #[test]
+    fn a_change_of_room_is_told_once() {
+        let (mut written, _dir) = open();
+        written.room = Room::Low;
+        assert_eq!(written.room_change(), Some(Room::Plenty));
+        assert_eq!(written.room_change(), None);
+    }
+
+    /// GUARANTEES 39: what counts only when it is durable asks for a sync, whatever else is written with it.
+    #[test]
+    fn one_sync_for_all_that_wants_one() {
+        let (mut written, _dir) = open();
+        let pass = written.perform([write(1, false)].into()).unwrap();
+        assert_eq!((pass.number, pass.wants_sync), (Some(1), false));
+        let pass = written.perform([write(2, true), write(3, false)].into()).unwrap();
+        assert_eq!((pass.number, pass.wants_sync), (Some(3), true));
+        let pass = written.perform([note(1)].into()).unwrap();
+        assert_eq!((pass.number, pass.wants_sync), (None, true));
+        assert!(!written.perform([LogJob::Swept].into()).unwrap().wants_sync);
+    }
+
+    #[test]
+    fn jobs_that_could_not_be_done_come_first() {
+        let writer = LogWriter::default();
+        writer.put([write(2, true)]);
+        writer.put_back([write(1, true)].into());
+        let numbers: Vec<_> = writer.wait(|| false).iter().map(number).collect();
+        assert_eq!(numbers, [1, 2]);
+        assert!(writer.wait(|| true).is_empty(), "who stops does not wait");
+    }
+
+    fn number(job: &LogJob) -> u64 {
+        let LogJob::Write(write) = job else { panic!("a write") };
+        write.number
+    }
+}

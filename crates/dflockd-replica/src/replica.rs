@@ -1,0 +1,637 @@
+//! [`Replica`]: inputs, what follows from them, and what is to be done.
+//!
+//! Here is the order of the steps: ticks, frames, Raft's Ready, applying. What has to be remembered for one purpose
+//! stands in a part of its own beside this file, and the steps of one side in a file below it: `accept.rs`, `lead.rs`,
+//! `snapshot.rs`.
+
+mod accept;
+mod lead;
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use dflockd_core::bugs::{Bug, bug};
+use dflockd_core::{Effect, Span, Timestamp};
+use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
+
+use super::accepting::Accepting;
+use super::admin::{AdminRequest, AdminResult, Admins};
+use super::candidacy::Candidacy;
+use super::codec::{self, Frame};
+use super::consensus::{Consensus, Tail, change_of};
+use super::leading::Leading;
+use super::log::{LogBatch, Recovered};
+use super::machine::{Event, Machine};
+use super::reads::Reads;
+use super::requests::Requests;
+use super::snapshots::Snapshots;
+use super::transfer::Transfers;
+use super::types::{Member, RaftId, Run};
+use super::writing::Writing;
+use super::{
+    NodeEvent, Outgoing, Outputs, ReceivedSnapshot, ReplicaConfig, Status, TICK, apply_entry, note,
+    stamp_of,
+};
+
+/// How often requests, reads, leadership, transfers and admin requests are looked after.
+const LOOK: Span = Span::from_millis(100);
+
+/// A member of a cluster.
+pub struct Replica {
+    pub(super) config: ReplicaConfig,
+    pub(super) consensus: Consensus,
+    pub(super) machine: Machine,
+    /// The index of the last entry that is in `machine`.
+    pub(super) applied: u64,
+
+    // Time.
+    /// Local time, as of the last [`Replica::handle_time`].
+    pub(super) now: Timestamp,
+    next_tick: Timestamp,
+    looked_at: Timestamp,
+    /// The stamp of the last entry that was applied, and the local time at which that was seen.
+    stamped: (Timestamp, Timestamp),
+    /// The highest cluster time in the log or told by a leader of this term.
+    time_seen: Timestamp,
+
+    // What is remembered, by purpose.
+    accepting: Accepting,
+    requests: Requests,
+    reads: Reads,
+    leading: Leading,
+    pub(super) candidacy: Candidacy,
+    writing: Writing,
+    snapshots: Snapshots,
+    pub(super) transfers: Transfers,
+    pub(super) admins: Admins,
+
+    // What goes out with the next poll.
+    pub(super) queue: Vec<NodeEvent>,
+    fatal: Option<String>,
+    /// Empty; kept for its memory.
+    events: Vec<Event>,
+}
+
+impl Replica {
+    /// A member that goes on from what its log has.
+    ///
+    /// # Errors
+    ///
+    /// If that is not consistent.
+    pub fn new(
+        config: ReplicaConfig,
+        recovered: Recovered,
+        now: Timestamp,
+    ) -> Result<Self, String> {
+        let (metadata, data) = match recovered.snapshot {
+            Some(snapshot) => (snapshot.metadata, snapshot.data),
+            None => (SnapshotMetadata::default(), Bytes::new()),
+        };
+        let machine = if data.is_empty() {
+            Machine::new([0; 16], BTreeMap::new())
+        } else {
+            Machine::restore(&data, config.witness)?
+        };
+        let applied = metadata.index;
+        let stamps = recovered.entries.iter().filter_map(stamp_of).max();
+        let time_seen = stamps.max(Some(machine.now())).unwrap_or_default();
+        let was_cut = recovered.cut || recovered.notes.contains_key(note::WARY);
+        let tail = Tail::new(recovered.hard_state, metadata, data, recovered.entries)?;
+        let consensus =
+            Consensus::new(&config.raft, tail).map_err(|error| format!("raft: {error}"))?;
+        let alone = is_alone(&consensus, config.raft.id);
+        let mut replica = Self {
+            consensus,
+            machine,
+            applied,
+            now,
+            next_tick: now + TICK,
+            looked_at: now,
+            stamped: (Timestamp(0), now),
+            time_seen,
+            accepting: Accepting::new(config.run, now),
+            requests: Requests::default(),
+            reads: Reads::default(),
+            leading: Leading::default(),
+            // Nobody else could tell a single voter what it has lost.
+            candidacy: Candidacy::new(was_cut && !alone),
+            writing: Writing::default(),
+            snapshots: Snapshots::new(config.snapshot_entries, config.snapshot_bytes),
+            transfers: Transfers::default(),
+            admins: Admins::default(),
+            queue: Vec::new(),
+            fatal: None,
+            events: Vec::new(),
+            config,
+        };
+        if recovered.cut && replica.candidacy.is_behind() {
+            replica.writing.note(note::WARY, vec![1]);
+        }
+        if alone {
+            // Nobody to wait for.
+            replica.consensus.hurry(0);
+        }
+        replica.begin_run();
+        Ok(replica)
+    }
+
+    // ---- Inputs ----
+
+    /// Time has passed. To be called before any other input of that instant, and at [`Replica::next_deadline`].
+    pub fn handle_time(&mut self, now: Timestamp) {
+        let stood_still = now.since(self.now);
+        self.now = now;
+        if self.stamped.0 != self.machine.now() {
+            self.stamped = (self.machine.now(), now);
+        }
+        self.machine.show(self.stamped.0 + now.since(self.stamped.1));
+        if stood_still > self.election_timeout() {
+            // Others may have elected somebody meanwhile: nothing may be stamped on the strength of the old leadership,
+            // and time that was not lived through is no reason to suspect anybody.
+            if self.consensus.is_leader() && !is_alone(&self.consensus, self.id()) {
+                tracing::warn!(ms = stood_still.0 / 1_000_000, "stood still; leadership given up");
+                self.consensus.step_down();
+            }
+            self.next_tick = now + TICK;
+            self.tick();
+        }
+        while self.next_tick <= now {
+            self.next_tick = self.next_tick + TICK;
+            self.tick();
+        }
+        if now.since(self.looked_at) >= LOOK {
+            self.looked_at = now;
+            self.look();
+        }
+    }
+
+    /// A frame of another member, whose identity is certain.
+    pub fn handle_frame(&mut self, from: RaftId, bytes: Bytes) {
+        let frame = match Frame::decode(bytes) {
+            Ok(frame) => frame,
+            Err(error) => {
+                tracing::warn!(from, %error, "a frame that makes no sense");
+                return;
+            }
+        };
+        // A removed member, whose connection is about to be closed, or a node that has no number yet. A number that is
+        // not known is of a member that was added by entries which this node has not seen, and which may lead by now.
+        let is_no_member = self.machine.was_removed(from) && !self.machine.members().is_empty();
+        if is_no_member && !matches!(frame, Frame::Raft { .. }) {
+            return;
+        }
+        self.leading.hear(from, self.now);
+        match frame {
+            Frame::Raft { time, message } => self.handle_message(from, time, message),
+            Frame::Forward(batch) => {
+                if self.machine.members().contains_key(&from) && batch.run.raft_id() == from {
+                    self.handle_forward(from, batch);
+                }
+            }
+            Frame::Expect { term, run, seq } => {
+                self.accepting.expect((from, term), run, seq, self.now);
+            }
+            Frame::Chunk { transfer, offset, total, digest, keep_only, header, data } => {
+                let complete = self
+                    .transfers
+                    .receive(from, transfer, offset, total, digest, keep_only, header, &data);
+                if let Some(complete) = complete {
+                    self.handle_transferred(from, complete);
+                }
+            }
+            Frame::ChunkAck { transfer, received } => {
+                if self.transfers.acknowledged(from, transfer, received, self.now) {
+                    self.consensus.report_snapshot(from, true);
+                }
+            }
+            Frame::Admin { id, request } => {
+                if self.machine.members().contains_key(&from)
+                    && let Ok(request) = codec::unpack::<AdminRequest>(&request)
+                {
+                    self.admins.forwarded(from, id, request);
+                }
+            }
+            Frame::Members { members } => {
+                if self.machine.members().is_empty()
+                    && let Ok(members) = codec::unpack::<BTreeMap<RaftId, Member>>(&members)
+                {
+                    self.queue.push(NodeEvent::Peers(members));
+                }
+            }
+            Frame::AdminReply { id, reply } => {
+                if let Ok(reply) = codec::unpack::<AdminResult>(&reply)
+                    && let Some(result) = self.admins.answered(id, reply)
+                {
+                    self.queue.push(NodeEvent::Admin(id, result));
+                }
+            }
+        }
+    }
+
+    /// Log writes up to this number are done, durable where that was asked.
+    pub fn handle_written(&mut self, number: u64) {
+        if let Some(ready) = self.writing.written(number) {
+            self.consensus.persisted(ready);
+            self.consensus.applied(self.applied);
+        }
+        self.accepting.written(number);
+    }
+
+    /// The disk has only its reserve left, or has room again.
+    pub fn handle_room(&mut self, low: bool) {
+        if self.writing.set_room_low(low) {
+            tracing::warn!(low, "room for the log");
+        }
+    }
+
+    /// The connection to a member broke; `refused`: its process is gone.
+    pub fn handle_unreachable(&mut self, peer: RaftId, refused: bool) {
+        self.consensus.report_unreachable(peer);
+        if !refused || !self.candidacy.lose(peer, self.consensus.leader()) {
+            return;
+        }
+        let voters = self.consensus.conf_state().voters;
+        let mut others: Vec<RaftId> = voters.into_iter().filter(|&id| id != peer).collect();
+        others.sort_unstable();
+        // The followers must not fire together. A witness goes last.
+        if let Some(rank) = others.iter().position(|&id| id == self.id())
+            && !self.config.witness
+            && !self.candidacy.is_behind()
+            && self.may_lead()
+        {
+            self.consensus.hurry(rank * 10);
+        }
+    }
+
+    /// Asks for a change of the cluster, which the leader decides. Answered by [`NodeEvent::Admin`].
+    /// What concerns this node alone it does itself.
+    pub fn admin(&mut self, id: u64, request: AdminRequest) {
+        if let Some(request) = self.admin_here(id, request) {
+            self.admins.ask(id, request, self.now);
+        }
+    }
+
+    // ---- Outputs ----
+
+    /// What is to be done now.
+    pub fn poll(&mut self, outputs: &mut Outputs) {
+        // Applying an entry can make new work (a next tick, an answer to take back), so until there is none.
+        loop {
+            self.lead();
+            self.forward(outputs);
+            self.ask_reads();
+            self.serve_admins(outputs);
+            let mut any = false;
+            while self.consensus.has_ready() && self.fatal.is_none() {
+                any = true;
+                self.process_ready(outputs);
+            }
+            self.answer_reads();
+            if !any {
+                break;
+            }
+        }
+        if self.consensus.tail().is_wanted() {
+            self.make_snapshot(outputs);
+        }
+        self.serve_snapshots(outputs);
+        let to_keep = self.snapshots.take_to_keep();
+        if self.writing.has_notes() || to_keep.is_some() {
+            self.write(LogBatch::default(), to_keep, true, 0, Vec::new(), outputs);
+        }
+        let released = self.writing.take_released();
+        self.send(released, outputs);
+        self.transfers.send(outputs);
+        outputs.events.append(&mut self.queue);
+        outputs.fatal = self.fatal.take().or(outputs.fatal.take());
+    }
+
+    /// When to call [`Replica::handle_time`] at the latest.
+    #[must_use]
+    pub fn next_deadline(&self) -> Timestamp {
+        let due = self.leading.wakes_at(self.machine.next_deadline(), self.applied);
+        due.map_or(self.next_tick, |due| due.min(self.next_tick))
+    }
+
+    // ---- What a node is at the moment ----
+
+    /// The replicated state.
+    #[must_use]
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// This member.
+    #[must_use]
+    pub fn id(&self) -> RaftId {
+        self.config.raft.id
+    }
+
+    /// The run that this node is in.
+    #[must_use]
+    pub fn run(&self) -> Run {
+        self.accepting.run()
+    }
+
+    /// Voters and learners, as of the last applied entry.
+    #[must_use]
+    pub fn conf_state(&self) -> ConfState {
+        self.consensus.conf_state()
+    }
+
+    /// The newest snapshot.
+    #[must_use]
+    pub fn snapshot_metadata(&self) -> &SnapshotMetadata {
+        &self.consensus.tail().snapshot
+    }
+
+    /// How things stand.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let leader = self.consensus.leader();
+        let has_begun = self.machine.applied_seq(self.run()).is_some_and(|seq| seq > 0);
+        Status {
+            role: self.consensus.role(),
+            term: self.consensus.term(),
+            leader,
+            commit: self.consensus.commit(),
+            applied: self.applied,
+            last: self.consensus.tail().last(),
+            snapshot: self.consensus.tail().snapshot.index,
+            ready: leader.is_some()
+                && (has_begun || self.config.witness)
+                && self.candidacy.is_level(self.applied)
+                && !self.machine.is_settling(),
+            drained: self.candidacy.is_drained(),
+        }
+    }
+
+    /// On the leader, how many entries each other member has not confirmed.
+    pub fn lags(&self) -> Vec<(RaftId, u64)> {
+        let last = self.consensus.tail().last();
+        let others = self.machine.members().keys().filter(|&&id| id != self.id());
+        let lag = |&id| Some((id, last.saturating_sub(self.consensus.progress(id)?.0)));
+        others.filter_map(lag).collect()
+    }
+
+    /// The newest cluster time that was seen here.
+    pub fn time_seen(&self) -> Timestamp {
+        self.time_seen
+    }
+
+    /// The index and term of each entry in memory, for those who check that logs agree.
+    pub fn log_terms(&self) -> impl Iterator<Item = (u64, u64)> {
+        let tail = self.consensus.tail();
+        (tail.first()..=tail.last()).filter_map(|index| Some((index, tail.term_at(index)?)))
+    }
+
+    // ---- Time ----
+
+    fn tick(&mut self) {
+        if self.candidacy.is_behind() || self.writing.is_installing() {
+            self.consensus.calm();
+        }
+        if self.candidacy.is_drained()
+            && self.candidacy.tick_drained(self.consensus.misses_leader())
+        {
+            self.consensus.hold_back();
+        }
+        self.consensus.tick();
+        if self.candidacy.tick_behind() {
+            tracing::warn!("no leader to be level with; this node votes with what it has");
+            self.writing.note(note::WARY, Vec::new());
+        }
+    }
+
+    /// Looks after what may take too long.
+    fn look(&mut self) {
+        self.look_after_requests();
+        self.look_after_reads();
+        self.look_after_leadership();
+        for to in self.transfers.look(self.now) {
+            self.consensus.report_snapshot(to, false);
+        }
+        let over = self.admins.look(self.now);
+        self.queue.extend(over.into_iter().map(|(id, result)| NodeEvent::Admin(id, result)));
+    }
+
+    fn election_timeout(&self) -> Span {
+        Span(TICK.0 * self.config.raft.election_ticks as u64)
+    }
+
+    // ---- Raft ----
+
+    fn handle_message(&mut self, from: RaftId, time: Timestamp, mut message: Message) {
+        if message.msg_type == MessageType::MsgHeartbeat {
+            // Of a leader that does not know yet that the end of this log was cut.
+            message.commit = message.commit.min(self.consensus.last_index());
+        }
+        if message.from != from || message.to != self.id() || !self.may_speak(from, &message) {
+            return;
+        }
+        let from_leader = matches!(
+            message.msg_type,
+            MessageType::MsgAppend | MessageType::MsgHeartbeat | MessageType::MsgSnapshot
+        );
+        let is_append = message.msg_type == MessageType::MsgAppend;
+        let (term, commit) = (message.term, is_append.then_some(message.commit));
+        self.consensus.step(message);
+        if from_leader && self.consensus.term() == term {
+            self.candidacy.hear_leader(commit);
+            self.time_seen = self.time_seen.max(time);
+        }
+    }
+
+    /// Whether a message may have any influence, before it can change a term or a vote.
+    fn may_speak(&self, from: RaftId, message: &Message) -> bool {
+        if self.machine.was_removed(from) && !self.machine.members().is_empty() {
+            return false;
+        }
+        if message.msg_type == MessageType::MsgTimeoutNow && !self.may_lead() {
+            return false;
+        }
+        let is_vote = matches!(
+            message.msg_type,
+            MessageType::MsgRequestVote | MessageType::MsgRequestPreVote
+        );
+        if !is_vote {
+            return true;
+        }
+        !self.candidacy.is_behind() && self.consensus.is_voter(from)
+    }
+
+    fn may_lead(&self) -> bool {
+        !self.writing.is_installing() && !self.candidacy.is_drained()
+    }
+
+    fn process_ready(&mut self, outputs: &mut Outputs) {
+        let mut ready = self.consensus.ready();
+        let number = ready.number();
+        for read in ready.take_read_states() {
+            if let Ok(question) = read.request_ctx.as_slice().try_into() {
+                self.reads.confirm(u64::from_le_bytes(question), read.index);
+            }
+        }
+        self.send(ready.take_messages(), outputs);
+        let mut received = None;
+        if ready.snapshot().get_metadata().index > 0 {
+            let snapshot = ready.snapshot().clone();
+            let metadata = snapshot.get_metadata().clone();
+            self.install(metadata.clone(), snapshot.data.clone());
+            received = Some(ReceivedSnapshot { metadata, data: snapshot.data, install: true });
+        }
+        for entry in ready.take_committed_entries() {
+            self.apply(&entry, outputs);
+        }
+        if self.fatal.is_some() {
+            return;
+        }
+        let entries = ready.take_entries();
+        for stamp in entries.iter().filter_map(stamp_of) {
+            self.time_seen = self.time_seen.max(stamp);
+        }
+        let sync = ready.must_sync();
+        let hard_state = ready.hs().cloned();
+        let tail = self.consensus.tail_mut();
+        tail.append(&entries);
+        if let Some(hard_state) = &hard_state {
+            tail.hard_state = hard_state.clone();
+        }
+        let messages = ready.take_persisted_messages();
+        self.consensus.advance(ready);
+        self.consensus.applied(self.applied);
+        let hard_state = hard_state.filter(|_| !bug(Bug::VoteNotKept));
+        if bug(Bug::CountedBeforeSync) {
+            self.consensus.persisted(number);
+        }
+        let batch = LogBatch { entries, hard_state, ..LogBatch::default() };
+        let nothing = batch.entries.is_empty()
+            && batch.hard_state.is_none()
+            && received.is_none()
+            && !self.writing.has_notes();
+        if nothing && self.writing.is_done() {
+            self.consensus.persisted(number);
+            self.send(messages, outputs);
+        } else {
+            self.write(batch, received, sync, number, messages, outputs);
+        }
+    }
+
+    /// Hands something to the log. `messages` leave when it is there.
+    fn write(
+        &mut self,
+        batch: LogBatch,
+        snapshot: Option<ReceivedSnapshot>,
+        sync: bool,
+        ready: u64,
+        mut messages: Vec<Message>,
+        outputs: &mut Outputs,
+    ) {
+        if bug(Bug::AckBeforeSync) {
+            self.send(std::mem::take(&mut messages), outputs);
+        }
+        let write = self.writing.write(batch, snapshot, sync, ready, messages, self.now);
+        outputs.writes.push(write);
+    }
+
+    fn send(&mut self, messages: Vec<Message>, outputs: &mut Outputs) {
+        let time = self.cluster_time().unwrap_or_default();
+        for mut message in messages {
+            let to = message.to;
+            if message.msg_type == MessageType::MsgSnapshot {
+                let data = message.mut_snapshot().take_data();
+                let header = codec::encode_message(&message);
+                self.transfers.begin(to, header, data, false, self.now);
+                continue;
+            }
+            let bytes = Frame::Raft { time, message }.encode();
+            outputs.frames.push(Outgoing { to, bulk: false, bytes });
+        }
+    }
+
+    // ---- Applying ----
+
+    fn apply(&mut self, entry: &Entry, outputs: &mut Outputs) {
+        if self.fatal.is_some() {
+            return;
+        }
+        let change = change_of(entry);
+        if let Some(change) = &change
+            && let Err(error) = self.consensus.apply_change(change)
+        {
+            self.fatal = Some(format!("entry {}: {error}", entry.index));
+            return;
+        }
+        let mut events = std::mem::take(&mut self.events);
+        if let Err(error) = apply_entry(&mut self.machine, entry, &mut events) {
+            self.fatal = Some(format!("entry {}: {error}", entry.index));
+            return;
+        }
+        self.applied = entry.index;
+        for event in events.drain(..) {
+            self.handle_event(event);
+        }
+        self.events = events;
+        for decided in self.admins.applied(entry, change.is_some(), &self.machine) {
+            self.answer_admin(decided, outputs);
+        }
+        self.forget_applied();
+        if self.candidacy.catch_up(self.applied) {
+            tracing::info!("level with the leader again; this node votes");
+            self.writing.note(note::WARY, Vec::new());
+        }
+        if self.snapshots.applied(entry.index, entry.data.len() as u64) {
+            self.make_snapshot(outputs);
+        }
+    }
+
+    /// What the state brought about: what concerns the node itself is done, the rest is for its clients.
+    fn handle_event(&mut self, event: Event) {
+        match &event {
+            Event::Effect(Effect::Reply { session, request, outcome }) => {
+                if !self.settle(*session, *request, outcome) {
+                    return;
+                }
+            }
+            Event::Attached { by: session, request, .. } | Event::Gone { session, request, .. } => {
+                self.requests.answer((*session, *request));
+            }
+            Event::RunEnded(run) if *run == self.run() && !bug(Bug::RunKept) => self.lose_run(),
+            Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run() => {
+                self.fatal = Some(
+                    "the cluster knows a later start of this node: its data directory is an old copy; \
+                     remove the node and let it join under a new id"
+                        .into(),
+                );
+            }
+            Event::Members => {
+                let removed = self.machine.was_removed(self.id());
+                if removed && !self.machine.members().is_empty() {
+                    self.fatal = Some("this node was removed from the cluster".into());
+                }
+            }
+            Event::Digest { index, digest } => {
+                let compared = self.snapshots.told(*index, *digest);
+                self.check_state(*index, compared);
+            }
+            Event::PolicyChanged => {
+                let (version, known) = (self.machine.version(), self.config.start.version);
+                if version > known {
+                    self.fatal = Some(format!(
+                        "the cluster has version {version}, this server knows up to {known}; start a newer one"
+                    ));
+                }
+            }
+            Event::Effect(_) | Event::Kicked { .. } | Event::RunStarted(_) | Event::RunEnded(_) => {
+            }
+        }
+        self.queue.push(NodeEvent::Machine(event));
+    }
+}
+
+fn is_alone(consensus: &Consensus, id: RaftId) -> bool {
+    consensus.conf_state().voters == [id]
+}

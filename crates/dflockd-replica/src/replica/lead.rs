@@ -1,0 +1,224 @@
+//! The leading side of a [`Replica`]: what it proposes and when, and handing leadership on.
+//!
+//! [`Leading`](crate::leading) keeps the books, and its head tells what cluster time is.
+
+use dflockd_core::bugs::{Bug, bug};
+use dflockd_core::{Span, Timestamp};
+
+use super::Replica;
+use crate::Outputs;
+use crate::codec::{self, Batch, Frame};
+use crate::leading::Accepted;
+use crate::types::{Order, RaftId};
+
+impl Replica {
+    /// Cluster time, on a leader.
+    pub(super) fn cluster_time(&self) -> Option<Timestamp> {
+        let is_leader = self.consensus.is_leader();
+        self.leading.time(self.consensus.term(), self.now).filter(|_| is_leader)
+    }
+
+    /// Whether clients' batches may be proposed.
+    pub(crate) fn is_open(&self) -> bool {
+        self.cluster_time().is_some() && self.leading.is_open(self.applied)
+    }
+
+    /// Begins or ends a leadership, and proposes all that waits.
+    pub(super) fn lead(&mut self) {
+        if !self.consensus.is_leader() {
+            self.end_leadership();
+            return;
+        }
+        if self.cluster_time().is_none() {
+            self.begin_leadership();
+        }
+        if self.config.witness || self.consensus.is_transferring() {
+            return;
+        }
+        let Some(stamp) = self.cluster_time() else { return };
+        let mut orders = Vec::new();
+        if self.leading.must_open() {
+            self.order_opening(&mut orders);
+        } else if self.is_open() {
+            for (from, batch) in self.leading.take_early() {
+                self.handle_forward(from, batch);
+            }
+            self.forward_own();
+            orders = self.leading.take_orders();
+            self.order_what_is_due(stamp, &mut orders);
+        } else {
+            return;
+        }
+        if orders.is_empty() && !self.leading.has_proposals() {
+            return;
+        }
+        let payloads = self.leading.payloads(self.machine.version(), stamp, &orders);
+        if !self.consensus.propose(payloads) {
+            // Digests and policies come again by whoever asked; the rest is due again at the next look.
+            return;
+        }
+        let last = self.consensus.last_index();
+        self.leading.proposed(&orders, stamp, last);
+        self.time_seen = self.time_seen.max(stamp);
+        if orders.iter().any(|order| matches!(order, Order::Policy(_))) {
+            self.policy_proposed(last);
+        }
+    }
+
+    /// Proposes an order by itself, so that whoever asked for it can be told when it is applied: at this index.
+    pub(crate) fn propose_order(&mut self, order: &Order) -> Option<u64> {
+        let stamp = self.cluster_time()?;
+        let mut payload = Vec::new();
+        codec::begin_payload(&mut payload, self.machine.version(), stamp);
+        codec::put_order(&mut payload, self.machine.version(), order);
+        if !self.consensus.propose(vec![payload.into()]) {
+            return None;
+        }
+        self.leading.proposed_alone(stamp);
+        self.time_seen = self.time_seen.max(stamp);
+        Some(self.consensus.last_index())
+    }
+
+    /// This node's own clients, when it leads.
+    fn forward_own(&mut self) {
+        if self.consensus.leader() == Some(self.id()) {
+            let mut nothing = Outputs::default();
+            self.forward(&mut nothing);
+        }
+    }
+
+    fn begin_leadership(&mut self) {
+        self.end_leadership();
+        let mut base = self.time_seen.max(self.machine.now());
+        if bug(Bug::TimeRunsAhead) {
+            base = base + Span::from_secs(5);
+        }
+        let term = self.consensus.term();
+        self.leading.begin(term, base, self.now, self.machine.members().keys().copied());
+        tracing::info!(term, "this node leads");
+    }
+
+    fn end_leadership(&mut self) {
+        if self.leading.end() {
+            tracing::info!("this node leads no more");
+        }
+    }
+
+    fn order_opening(&self, orders: &mut Vec<Order>) {
+        if self.machine.policy().is_none() {
+            orders.push(Order::Init {
+                policy: Box::new(self.config.policy.clone()),
+                seed: self.config.seed,
+                fence: self.config.fence,
+            });
+        }
+        orders.push(Order::NewTerm);
+    }
+
+    fn order_what_is_due(&self, stamp: Timestamp, orders: &mut Vec<Order>) {
+        let deadline = self.machine.next_deadline();
+        if self.leading.is_tick_due(deadline, stamp, self.applied) && !bug(Bug::NoTick) {
+            orders.push(Order::Tick);
+        }
+        self.order_version(orders);
+        let mut silent = self.leading.silent(self.now, self.applied).filter(|&id| id != self.id());
+        let silent = silent.find_map(|id| Some((id, self.machine.run_of(id)?)));
+        if let Some((id, run)) = silent {
+            tracing::warn!(raft_id = id, "a member is silent; its connections are given up");
+            orders.push(Order::NodeLost { run });
+        }
+    }
+
+    /// What a cluster that has just begun, or has got a new version, still lacks.
+    fn order_version(&self, orders: &mut Vec<Order>) {
+        if self.leading.is_version_under_way(self.applied) || self.is_policy_under_way() {
+            return;
+        }
+        if let Some(version) = self.machine.first_version() {
+            tracing::info!(version, "all members of the new cluster read this version");
+            orders.push(Order::Version { version });
+        } else if let Some(policy) = self.machine.policy()
+            && self.machine.lacks_limits()
+        {
+            tracing::info!(
+                "the policy gets the limits of this version from the settings of this node"
+            );
+            let policy = policy.clone().with_v2(self.config.policy.limits.v2());
+            orders.push(Order::Policy(Box::new(policy)));
+        }
+    }
+
+    /// A batch of a member, itself included.
+    pub(super) fn handle_forward(&mut self, from: RaftId, batch: Batch) {
+        if batch.first_seq == 1 && self.machine.applied_seq(batch.run) == Some(0) {
+            self.consensus.probe_again(from);
+        }
+        if self.consensus.is_leader() && !self.is_open() {
+            // Who hears of a new leader sends at once; it must not have to send again.
+            self.leading.keep_early(from, batch);
+            return;
+        }
+        let run = batch.run;
+        if let Accepted::Expects(seq) = self.accept(batch) {
+            let frame = Frame::Expect { term: self.consensus.term(), run, seq };
+            self.transfers.push_frame(from, frame.encode());
+        }
+    }
+
+    pub(super) fn accept(&mut self, batch: Batch) -> Accepted {
+        if !self.is_open() {
+            return Accepted::Not;
+        }
+        let applied_seq = self.machine.applied_seq(batch.run);
+        self.leading.accept(batch, applied_seq)
+    }
+
+    /// Tells new members, who have no state yet, where the others are.
+    fn introduce(&mut self) {
+        let is_new = |id: &RaftId| {
+            *id != self.id() && self.consensus.progress(*id).is_some_and(|(at, _)| at == 0)
+        };
+        let new: Vec<RaftId> = self.machine.members().keys().copied().filter(is_new).collect();
+        if new.is_empty() {
+            return;
+        }
+        let members = codec::pack(self.machine.members()).into();
+        let bytes = Frame::Members { members }.encode();
+        for id in new {
+            self.transfers.push_frame(id, bytes.clone());
+        }
+    }
+
+    pub(super) fn look_after_leadership(&mut self) {
+        if !self.consensus.is_leader() {
+            return;
+        }
+        self.introduce();
+        if self.consensus.is_transferring() {
+            return;
+        }
+        let (stalled, low) = (self.writing.is_stalled(self.now), self.writing.is_room_low());
+        let drained = self.candidacy.is_drained();
+        if (self.config.witness || stalled || low || drained)
+            && let Some(to) = self.best_successor()
+        {
+            tracing::warn!(to, stalled, low, drained, "leadership is handed over");
+            self.consensus.transfer(to);
+        }
+    }
+
+    /// The full voter whose log reaches farthest.
+    pub(crate) fn best_successor(&self) -> Option<RaftId> {
+        let members = self.machine.members().iter();
+        members
+            .filter(|&(&id, member)| {
+                id != self.id() && !member.witness && self.consensus.is_voter(id)
+            })
+            .filter_map(|(&id, _)| match self.consensus.progress(id) {
+                Some((matched, true)) => Some((matched, id)),
+                _ => None,
+            })
+            .max()
+            .map(|(_, id)| id)
+    }
+}

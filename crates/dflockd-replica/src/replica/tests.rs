@@ -1,0 +1,251 @@
+//! What leaves a replica when, and whom it listens to.
+
+use dflockd_core::{End, Limits, Outcome, Refusal, RequestId, SessionId, command};
+use raft::eraftpb::HardState;
+
+use super::*;
+use crate::codec::Batch;
+use crate::log::StoredSnapshot;
+use crate::types::{Action, AutoRelease, Item, Policy, Start};
+use crate::{LogWrite, RaftConfig};
+
+/// Member 1 of a cluster of three, of which some vote, in its run number `start`.
+fn replica(voters: &[RaftId], start: u32) -> Replica {
+    let member = |id: RaftId| Member {
+        node: format!("n{id}"),
+        peer_addr: format!("n{id}:1"),
+        client_addr: format!("n{id}:2"),
+        witness: false,
+        disk: None,
+    };
+    let members = BTreeMap::from([1, 2, 3].map(|id| (id, member(id))));
+    let learners = members.keys().copied().filter(|id| !voters.contains(id)).collect();
+    let mut metadata = SnapshotMetadata { index: 1, term: 1, ..Default::default() };
+    let conf_state = ConfState { voters: voters.to_vec(), learners, ..Default::default() };
+    metadata.set_conf_state(conf_state);
+    let data = Machine::new([7; 16], members).snapshot().into();
+    let recovered = Recovered {
+        hard_state: HardState { term: 1, commit: 1, ..Default::default() },
+        notes: BTreeMap::new(),
+        snapshot: Some(StoredSnapshot { metadata, data, digest: [0; 32] }),
+        entries: Vec::new(),
+        cut: false,
+    };
+    let config = ReplicaConfig {
+        raft: RaftConfig { id: 1, election_ticks: 100, heartbeat_ticks: 10, seed: 1 },
+        witness: false,
+        policy: Policy {
+            limits: Limits::default(),
+            auto_release: AutoRelease::Clean,
+            orphan_ttl: Span::ZERO,
+        },
+        fence: 1,
+        seed: 1,
+        run: Run::new(1, start),
+        start: Start { disk: 1, client_addr: "n1:2".into(), version: 1, witness: false },
+        snapshot_entries: 1000,
+        snapshot_bytes: 1 << 20,
+    };
+    Replica::new(config, recovered, Timestamp(1)).unwrap()
+}
+
+/// A replica that is the only voter and leads, with the time it is.
+fn leader() -> (Replica, Timestamp) {
+    let mut replica = replica(&[1], 1);
+    let mut now = Timestamp(1);
+    while !replica.is_open() {
+        now = now + TICK;
+        replica.handle_time(now);
+        write_all(&mut replica);
+        assert!(now < Timestamp(0) + Span::from_secs(60), "nobody leads");
+    }
+    (replica, now)
+}
+
+/// Does all that is to be written, until nothing is. Gives everything else.
+fn write_all(replica: &mut Replica) -> Outputs {
+    let mut outputs = Outputs::default();
+    loop {
+        replica.poll(&mut outputs);
+        let Some(last) = outputs.writes.drain(..).next_back() else { return outputs };
+        replica.handle_written(last.number);
+    }
+}
+
+fn poll(replica: &mut Replica) -> Outputs {
+    let mut outputs = Outputs::default();
+    replica.poll(&mut outputs);
+    outputs
+}
+
+/// The types of the Raft messages among the frames.
+fn message_types(outputs: &Outputs) -> Vec<MessageType> {
+    let message_type = |outgoing: &Outgoing| match Frame::decode(outgoing.bytes.clone()) {
+        Ok(Frame::Raft { message, .. }) => Some(message.msg_type),
+        _ => None,
+    };
+    outputs.frames.iter().filter_map(message_type).collect()
+}
+
+fn hear(replica: &mut Replica, message: Message) {
+    let from = message.from;
+    let frame = Frame::Raft { time: Timestamp(0), message: Message { to: 1, ..message } };
+    replica.handle_frame(from, frame.encode());
+}
+
+fn item(request: u64) -> Item<'static> {
+    let session = Run::new(1, 1).session(1);
+    let action = Action::Command(command::Add { key: b"key", delta: 1, decrement: false }.into());
+    Item { session, epoch: 0, request: RequestId(request), keep: false, action }
+}
+
+fn replies(outputs: &Outputs) -> Vec<(RequestId, Outcome)> {
+    let reply = |event: &NodeEvent| match event {
+        NodeEvent::Machine(Event::Effect(Effect::Reply { request, outcome, .. })) => {
+            Some((*request, outcome.clone()))
+        }
+        _ => None,
+    };
+    outputs.events.iter().filter_map(reply).collect()
+}
+
+/// A vote that is not durable could be given twice after a crash.
+#[test]
+fn a_vote_waits_for_its_write() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let msg_type = MessageType::MsgRequestVote;
+    let vote = Message { msg_type, from: 2, term: 5, log_term: 1, index: 1, ..Default::default() };
+    hear(&mut replica, vote);
+    let outputs = poll(&mut replica);
+    assert_eq!(message_types(&outputs), []);
+    let [LogWrite { number, sync: true, batch, snapshot: None }] = &outputs.writes[..] else {
+        panic!("one write that must be synced")
+    };
+    let hard_state = batch.hard_state.as_ref().expect("the vote");
+    assert_eq!((hard_state.term, hard_state.vote), (5, 2));
+    assert_eq!(message_types(&poll(&mut replica)), [], "it is not written yet");
+    replica.handle_written(*number);
+    let answer = MessageType::MsgRequestVoteResponse;
+    assert_eq!(message_types(&poll(&mut replica)), [answer]);
+}
+
+/// An entry that was acknowledged counts for the leader's majority.
+#[test]
+fn an_acknowledgement_waits_for_its_write() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let (from, term, index, log_term) = (2, 5, 1, 1);
+    let msg_type = MessageType::MsgAppend;
+    let mut append = Message { msg_type, from, term, index, log_term, ..Default::default() };
+    append.entries = vec![Entry { index: 2, term, ..Default::default() }].into();
+    hear(&mut replica, append);
+    let outputs = poll(&mut replica);
+    assert_eq!(message_types(&outputs), []);
+    let [write] = &outputs.writes[..] else { panic!("one write") };
+    assert!(write.sync && write.batch.entries.len() == 1);
+    replica.handle_written(write.number);
+    assert_eq!(message_types(&poll(&mut replica)), [MessageType::MsgAppendResponse]);
+}
+
+/// A leader sends its entries while it writes them itself, and answers when that is durable.
+#[test]
+fn a_leader_sends_before_it_has_written_and_answers_afterwards() {
+    let (mut replica, _) = leader();
+    // A learner that has all entries so far, so that the next ones are sent to it.
+    let (msg_type, index) = (MessageType::MsgAppendResponse, replica.status().last);
+    for from in [2, 3] {
+        let term = replica.status().term;
+        hear(&mut replica, Message { msg_type, from, term, index, ..Default::default() });
+    }
+    write_all(&mut replica);
+    assert!(replica.submit(&item(1), Some(Span::ZERO)));
+    let outputs = poll(&mut replica);
+    let append = MessageType::MsgAppend;
+    assert_eq!(message_types(&outputs), [append, append], "to both learners");
+    let [write] = &outputs.writes[..] else { panic!("one write") };
+    assert!(write.sync && write.batch.entries.len() == 1);
+    assert_eq!(replies(&outputs), []);
+    assert_eq!(replies(&poll(&mut replica)), [], "it is not durable yet");
+    replica.handle_written(write.number);
+    assert_eq!(replies(&poll(&mut replica)), [(RequestId(1), Outcome::Number(1))]);
+}
+
+/// A batch counts only if it comes from the member whose run it belongs to: another one could speak for its sessions.
+#[test]
+fn a_batch_is_taken_from_its_own_member() {
+    let start = |run: Run| {
+        let start = Start { disk: 9, client_addr: String::new(), version: 1, witness: false };
+        let (session, request) = (SessionId(0), RequestId(0));
+        let action = Action::Start(start);
+        let mut bytes = Vec::new();
+        codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+        Frame::Forward(Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }).encode()
+    };
+    let (mut replica, _) = leader();
+    let run = Run::new(2, 4);
+    for (from, run) in [(3, run), (9, Run::new(9, 1))] {
+        replica.handle_frame(from, start(run));
+        write_all(&mut replica);
+        assert_eq!(replica.machine().run_of(run.raft_id()), None, "taken from {from}");
+    }
+    replica.handle_frame(2, start(run));
+    write_all(&mut replica);
+    assert_eq!(replica.machine().run_of(2), Some(run));
+}
+
+/// What comes of a request after its client was told that nobody knows is given back, if it gave anything and the
+/// client can not ask for it again.
+#[test]
+fn what_comes_too_late_is_given_back() {
+    let (key, value) = (b"list".to_vec(), b"item".to_vec());
+    let given = Outcome::Popped { key: key.into(), end: End::Left, value: value.into() };
+    for (outcome, keep, undone) in [
+        (given.clone(), false, true),
+        (given.clone(), true, false),
+        (Outcome::Done, false, false),
+        (Outcome::Refused(Refusal::NotHeld), false, false),
+    ] {
+        let mut replica = replica(&[1, 2, 3], 1);
+        let mut item = item(1);
+        item.keep = keep;
+        assert!(replica.submit(&item, Some(Span::ZERO)));
+        let last = replica.accepting.last_seq();
+        let late = Timestamp(1) + Span::from_secs(5);
+        replica.handle_time(late);
+        let unknown = Outcome::Refused(Refusal::Forgotten);
+        assert_eq!(replies(&poll(&mut replica)), [(RequestId(1), unknown)]);
+        let (session, request) = (item.session, item.request);
+        let reply = Effect::Reply { session, request, outcome: outcome.clone() };
+        replica.handle_event(Event::Effect(reply));
+        assert_eq!(replies(&poll(&mut replica)), [], "its client was told already");
+        let pushed = replica.accepting.last_seq() - last;
+        assert_eq!(pushed, u64::from(undone), "{outcome:?}, keep: {keep}");
+    }
+}
+
+#[test]
+fn what_grows_is_refused_while_there_is_little_room() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let close = Action::Close { orderly: true, referenced: false };
+    let close = Item { action: close, ..item(2) };
+    replica.handle_room(true);
+    assert!(!replica.submit(&item(1), None));
+    assert!(replica.submit(&close, None), "what ends something is taken");
+    replica.handle_room(false);
+    assert!(replica.submit(&item(1), None));
+}
+
+#[test]
+fn a_node_without_runs_left_stops() {
+    let mut replica = replica(&[1, 2, 3], Run::START_MAX - 1);
+    replica.lose_run();
+    let outputs = poll(&mut replica);
+    assert_eq!(outputs.fatal, None);
+    assert_eq!(replica.run(), Run::new(1, Run::START_MAX));
+    assert!(outputs.events.contains(&NodeEvent::NewRun(replica.run())));
+    let [write] = &outputs.writes[..] else { panic!("one write") };
+    let noted = Run::START_MAX.to_le_bytes().to_vec();
+    assert_eq!(write.batch.notes, [(note::START.to_vec(), noted)]);
+    assert!(write.sync, "before anybody hears of the run");
+    replica.lose_run();
+    assert_eq!(poll(&mut replica).fatal.as_deref(), Some(crate::TOO_MANY_STARTS));
+}
