@@ -155,17 +155,19 @@ impl Store {
             return;
         }
         self.tally.command(&command);
+        let begun = effects.len();
         let outcome = self.execute(caller, command, effects);
         if let Some((outcome, keep)) = outcome {
             self.tally.outcome(&outcome);
             if keep && caller.keep {
                 self.keep_result(caller.session, caller.request, &outcome);
             }
-            effects.push(Effect::Reply {
-                session: caller.session,
-                request: caller.request,
-                outcome,
-            });
+            let Caller { session, request, .. } = caller;
+            // A client hears the answer first, and then the pushes that its command caused.
+            let is_push = |effect: &Effect| matches!(effect, Effect::Push { session: to, .. } if *to == session);
+            let push = effects[begun..].iter().position(is_push);
+            let at = push.map_or(effects.len(), |push| begun + push);
+            effects.insert(at, Effect::Reply { session, request, outcome });
         }
     }
 

@@ -10,7 +10,7 @@
 //! a> l|k|0                     connection a, opened when first named, sends three lines
 //! a>> l\nk\n0                  it sends these bytes and nothing else
 //! a< ok <T1> 33                the next line it gets; EOF if the server closes
-//! a<any ok 1 || watch incr c   the next lines in any order (pushes may overtake answers)
+//! a<any watch set k || sig c x the next lines in any order (a push may overtake another kind of push)
 //! a<json locks.k.waiters=1     JSON in the next line, see below
 //! b-                           nothing has arrived
 //! +500ms                       time passes (also +2s)

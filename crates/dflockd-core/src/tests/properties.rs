@@ -1626,6 +1626,25 @@ fn promise_31_resumed_watch() {
     assert_eq!((pushes(&effects, 2).len(), pushes(&effects, 3).len()), (1, 1));
 }
 
+/// Promise 54: the answer to a command is before the pushes that it causes on its own connection.
+#[test]
+fn promise_54_answer_first() {
+    let mut pair = Pair::new(Limits::default());
+    for session in [1, 2] {
+        pair.send(session, subscribe(Subscription::Changes { pattern: b"k", from: None }));
+    }
+    for command in [add(b"k", 1, false), delete(b"k"), acquire(b"k", Mode::Mutex, 0, 10)] {
+        let effects = pair.send(1, command);
+        let own = effects.iter().filter_map(|effect| match effect {
+            Effect::Reply { session, .. } if session.0 == 1 => Some(true),
+            Effect::Push { session, .. } if session.0 == 1 => Some(false),
+            Effect::Reply { .. } | Effect::Push { .. } | Effect::SessionEnded { .. } => None,
+        });
+        let own: Vec<_> = own.collect();
+        assert_eq!(own.first(), Some(&true), "{effects:?}");
+    }
+}
+
 /// Promise 33: one member of a queue group gets the signal, each in turn.
 #[test]
 fn promise_33_queue_groups() {

@@ -7,6 +7,7 @@
 //! [`Api::NOT_THE_SAME`], and behind a log in [`NOT_REPLICATED`]. A line that is no request has nothing that stands
 //! for it and is answered by the player.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use dflockd_wire::{
@@ -144,6 +145,15 @@ pub fn answer_line(response: &Response<'_>) -> Vec<u8> {
     response.print(Unit::Seconds, None, &mut line);
     line.pop();
     line
+}
+
+/// The next of the lines that have come. Answers and pushes travel by streams of their own, whose order nobody knows:
+/// here an answer is before the pushes, as on a line connection (GUARANTEES 54).
+pub fn next_line(lines: &mut VecDeque<Vec<u8>>) -> Option<Vec<u8>> {
+    let pushes = ["sig ", "watch ", "leader ", "lost "].map(str::as_bytes);
+    let is_push = |line: &Vec<u8>| pushes.iter().any(|push| line.starts_with(push));
+    let at = lines.iter().position(|line| !is_push(line)).unwrap_or(0);
+    lines.remove(at)
 }
 
 /// The line of a push.

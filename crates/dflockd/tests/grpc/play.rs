@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use dflockd_testkit::cluster::single;
 use dflockd_testkit::script::list::Difference;
-use dflockd_testkit::script::through::{Api, answer_line, outcome_line, push_line, read};
+use dflockd_testkit::script::through::{
+    Api, answer_line, next_line, outcome_line, push_line, read,
+};
 use dflockd_testkit::{Dir, Server};
 use dflockd_wire::command::{Subscribe, Unsubscribe};
 use dflockd_wire::grpc::subscribe_response::What;
@@ -168,7 +170,7 @@ impl Api for Played {
     }
 
     fn line(&mut self, conn: &str) -> Option<Vec<u8>> {
-        self.conn(conn).lines.state.lock().arrived.pop_front()
+        next_line(&mut self.conn(conn).lines.state.lock().arrived)
     }
 
     fn settle(&mut self) {

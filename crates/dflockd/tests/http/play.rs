@@ -11,7 +11,9 @@ use std::time::Duration;
 use dflockd_testkit::http::{Ask, Events, Got, Reply, Wire, escape};
 use dflockd_testkit::script::list::Difference;
 use dflockd_testkit::script::rest::{Activity, Rest};
-use dflockd_testkit::script::through::{Api, answer_line, outcome_line, push_line, read};
+use dflockd_testkit::script::through::{
+    Api, answer_line, next_line, outcome_line, push_line, read,
+};
 use dflockd_testkit::{eventually, millis};
 use dflockd_wire::command::{
     self as wire, Acquire, Add, BarrierWait, CounterSet, Enqueue, ForceRelease, KvCompareAndSet,
@@ -127,7 +129,7 @@ impl Api for Played {
 
     fn line(&mut self, conn: &str) -> Option<Vec<u8>> {
         self.turn();
-        self.conn(conn).lines.pop_front()
+        next_line(&mut self.conn(conn).lines)
     }
 
     fn settle(&mut self) {
