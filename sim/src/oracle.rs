@@ -78,6 +78,8 @@ pub struct Oracle {
     pub barriers: BTreeMap<(SessionId, RequestId), (Vec<u8>, u32)>,
     /// Items that were popped and put back.
     pub undone: Vec<Vec<u8>>,
+    /// The last entry before the cluster followed the rules of version 2.
+    pub first_rules_until: u64,
     keys: Vec<Vec<u8>>,
     locks: LocksNow,
     leases: invariants::leases::Leases,
@@ -105,6 +107,7 @@ impl Oracle {
             values: BTreeMap::new(),
             barriers: BTreeMap::new(),
             undone: Vec::new(),
+            first_rules_until: 0,
             keys,
             locks: LocksNow::new(),
             leases: invariants::leases::Leases::new(lease_min, grace),
@@ -161,6 +164,9 @@ impl Oracle {
         let index = entry.index;
         let mut touched = Touched::default();
         let mut events = Vec::new();
+        if self.machine.store().is_none_or(|store| !store.limits().follows(2)) {
+            self.first_rules_until = index;
+        }
         match entry.entry_type {
             EntryType::EntryNormal if entry.data.is_empty() => return Ok(()),
             EntryType::EntryNormal => {

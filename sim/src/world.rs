@@ -27,7 +27,7 @@ use crate::invariants::client_exclusion::Beliefs;
 use crate::invariants::durable::Durable;
 use crate::invariants::pushes::Pushes;
 use crate::invariants::raft_safety::Leaders;
-use crate::invariants::{Broken, answers, totals};
+use crate::invariants::{Broken, answers, forms, totals};
 use crate::net::Net;
 use crate::op::Op;
 use crate::oracle::{self, Oracle};
@@ -1077,7 +1077,9 @@ impl World {
             Tell::Answer(request, outcome, applied) => {
                 let Some((place, _)) = self.clients[client].open.remove(&request) else { return };
                 let asked = &mut self.history.asked[place];
-                match answers::check(asked, &outcome, applied, &self.oracle) {
+                let checked = forms::check(asked, &outcome, &self.oracle)
+                    .and_then(|()| answers::check(asked, &outcome, applied, &self.oracle));
+                match checked {
                     Ok(index) => self.history.floor = self.history.floor.max(index),
                     Err(broken) => return self.check(Err(broken)),
                 }

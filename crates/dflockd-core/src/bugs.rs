@@ -28,6 +28,7 @@ pub enum Bug {
     NoResend,
     StaleMembers,
     UndoKept,
+    WrongForm,
 }
 
 impl Bug {
@@ -55,6 +56,7 @@ impl Bug {
         Self::NoResend,
         Self::StaleMembers,
         Self::UndoKept,
+        Self::WrongForm,
     ];
 }
 

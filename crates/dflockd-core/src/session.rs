@@ -13,6 +13,7 @@ use dflockd_api::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::chain::{Chain, Slot};
 use crate::deadline::{Timer, TimerKey};
 use crate::effect::Effect;
@@ -417,7 +418,9 @@ impl Store {
         let outcome =
             match self.sessions.get(&session).and_then(|owner| owner.blocked.get(&request)) {
                 // As if its time were over: there was nothing to pop.
-                Some(Blocked::Pop { .. }) if self.limits.follows(2) => Outcome::Empty,
+                Some(Blocked::Pop { .. }) if self.limits.follows(2) && !bug(Bug::WrongForm) => {
+                    Outcome::Empty
+                }
                 Some(_) => Outcome::Timeout,
                 None => return,
             };

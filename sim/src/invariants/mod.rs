@@ -6,6 +6,7 @@ pub mod client_exclusion;
 pub mod durable;
 pub mod fence_order;
 pub mod fifo;
+pub mod forms;
 pub mod leases;
 pub mod no_lost_wakeup;
 pub mod pushes;
