@@ -8,6 +8,7 @@ pub mod fence_order;
 pub mod fifo;
 pub mod forms;
 pub mod leases;
+pub mod linearizable;
 pub mod no_lost_wakeup;
 pub mod pushes;
 pub mod raft_safety;
