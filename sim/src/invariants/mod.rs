@@ -15,6 +15,7 @@ pub mod raft_safety;
 pub mod session_end;
 pub mod state_exclusion;
 pub mod totals;
+pub mod watches;
 
 /// A promise that was not kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
