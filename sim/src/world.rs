@@ -1317,11 +1317,14 @@ impl World {
     fn join(&mut self, name: &str, witness: bool) {
         let members = self.oracle.machine().members();
         let Some((&id, _)) = members.iter().find(|(_, member)| member.node == name) else { return };
-        if self.nodes.contains_key(&id) {
+        if self.nodes.get(&id).is_some_and(|node| !node.gone) {
             return;
         }
         let ppm = i64::try_from(self.plan.drift_ppm).expect("small");
-        self.nodes.insert(id, Node::new(id, name.to_owned(), witness, ppm));
+        let mut node = Node::new(id, name.to_owned(), witness, ppm);
+        // Nobody has the number of another, but for a mistake; what was meant for that one is not for this one.
+        node.life = self.nodes.get(&id).map_or(0, |other| other.life + 1);
+        self.nodes.insert(id, node);
         self.schedule(10 * MS, Event::Start(id));
     }
 

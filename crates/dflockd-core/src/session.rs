@@ -422,7 +422,13 @@ impl Store {
                     Outcome::Empty
                 }
                 Some(_) => Outcome::Timeout,
-                None => return,
+                None => {
+                    let granted = self.sessions.get(&session).and_then(|owner| owner.holds.first());
+                    if let Some(slot) = granted.filter(|_| bug(Bug::CancelFrees)) {
+                        self.end_hold(slot, EndOfHold::Released, effects);
+                    }
+                    return;
+                }
             };
         if self.withdraw(session, request, effects) {
             self.answer(session, request, outcome, effects);
@@ -607,6 +613,8 @@ impl Store {
         while let Some((&request, blocked)) = self.session(id).blocked.first_key_value() {
             if let &Blocked::Claim(slot) = blocked {
                 left.push(self.forget_waiter(slot));
+            } else if bug(Bug::DeadPopper) && matches!(blocked, Blocked::Pop { .. }) {
+                self.session(id).blocked.remove(&request);
             } else {
                 self.withdraw(id, request, effects);
             }

@@ -201,7 +201,7 @@ impl Replica {
         if self.consensus.leader().is_none() {
             return;
         }
-        self.last_read += 1;
+        self.last_read += u32::from(!bug(Bug::ReadIdReused) || self.last_read == 0);
         // The leader tells reads apart by this, those of all members.
         let context = u64::from(self.run.0) << 32 | u64::from(self.last_read);
         let reads = std::mem::take(&mut self.reads);
@@ -210,6 +210,7 @@ impl Replica {
     }
 
     pub(super) fn confirm_read(&mut self, context: u64, index: u64) {
+        let index = if bug(Bug::ReadTooEarly) { index.min(self.applied) } else { index };
         if let Some((_, reads)) = self.reads_asked.remove(&context) {
             self.reads_confirmed.entry(index).or_default().extend(reads);
         }

@@ -244,6 +244,9 @@ impl Replica {
         }
         let Some(applied) = self.machine.applied_seq(batch.run) else { return Accepted::Not };
         let expected = self.expected.entry(batch.run).or_insert(applied + 1);
+        if bug(Bug::BatchTwice) {
+            *expected = batch.first_seq.min(*expected);
+        }
         if batch.first_seq > *expected {
             return Accepted::Expects(*expected);
         }
