@@ -299,7 +299,7 @@ impl World {
         }
         let mut ordered = 0;
         if self.broken.is_none() && self.clients.len() <= linearizable::CLIENTS_MAX {
-            let locks = self.plan.auto_release != AutoRelease::Any;
+            let locks = self.plan.auto_release != AutoRelease::Any && self.plan.keeps_rate();
             let undone = &self.oracle.undone;
             let result = linearizable::check(&self.history, &self.doomed, undone, locks);
             self.check(result.map(|count| ordered = count));
@@ -1117,6 +1117,7 @@ impl World {
                     && !session.is_some_and(|session| doomed(session.0))
                     && !doomed(learned.token.fence.0)
                     && self.plan.auto_release != AutoRelease::Any
+                    && self.plan.keeps_rate()
                 {
                     let until = sent + learned.valid;
                     let (key, mode, fence) = (&learned.key, learned.mode, learned.token.fence);
@@ -1199,6 +1200,13 @@ impl World {
                 self.note(|| format!("the disk of n{id} stalls for {} ms", short / MS));
                 self.nodes.get_mut(&id).expect("known").stalled_until = now + short;
             }
+            Fault::HangDisk => {
+                // A sync that has begun ends with the storm at the latest.
+                let left = (SEC + self.plan.storm).saturating_sub(now);
+                let span = self.fault_rng.between(SEC, 20 * SEC).min(left);
+                self.note(|| format!("the disk of n{id} hangs for {} ms", span / MS));
+                self.nodes.get_mut(&id).expect("known").stalled_until = now + span;
+            }
             Fault::FailSync => self.nodes[&id].disk.fail(),
             Fault::FullDisk => {
                 let node = self.nodes.get_mut(&id).expect("known");
@@ -1236,7 +1244,7 @@ impl World {
                 self.ask_admin(id, AdminRequest::Transfer { to });
             }
             Fault::Membership => self.change_members(),
-            Fault::Loss | Fault::Duplicate | Fault::Reorder | Fault::Drift => {}
+            Fault::Loss | Fault::Duplicate | Fault::Reorder | Fault::Drift | Fault::WildClock => {}
         }
     }
 
