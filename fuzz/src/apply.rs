@@ -9,8 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use dflockd_core::{
-    Caller, Command, Effect, End, Expect, Fence, Limits, Listed, Mode, Outcome, Query, RequestId,
-    Revision, SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
+    Caller, Command, Effect, End, Expect, Fence, Limits, Listed, Mode, Outcome, OwnedCommand,
+    Query, RequestId, Revision, SessionId, Shared, Space, Span, Store, Subscription, Timestamp,
+    Token, command,
 };
 
 const CLIENTS: u64 = 4;
@@ -104,8 +105,9 @@ impl Client {
 
 /// What is known of a request.
 struct Sent {
-    times: u32,
-    replies: u32,
+    /// Under one number; a repetition may ask for something else, and be answered all the same.
+    commands: Vec<OwnedCommand>,
+    replies: usize,
     space: Space,
     key: &'static [u8],
 }
@@ -228,8 +230,8 @@ impl<'a> Game<'a> {
         if !retry {
             self.clients[client].last += 1;
         }
-        let sent = Sent { times: 0, replies: 0, space, key };
-        self.sent.entry((session, request)).or_insert(sent).times += 1;
+        let sent = Sent { commands: Vec::new(), replies: 0, space, key };
+        self.sent.entry((session, request)).or_insert(sent).commands.push(command.into());
         let at_once = !retry && !command.may_wait();
         let now_seen = self.apply(Caller { session, request, keep }, command);
         let is_mine = |effect: &&Effect| {
@@ -275,7 +277,9 @@ impl<'a> Game<'a> {
                     panic!("{effect:?} answers nothing");
                 };
                 sent.replies += 1;
-                assert!(sent.replies <= sent.times, "{effect:?} answers once more");
+                assert!(sent.replies <= sent.commands.len(), "{effect:?} answers once more");
+                let fits = sent.commands.iter().any(|command| command.get().allows(outcome));
+                assert!(fits, "{effect:?} is no answer to {:?}", sent.commands);
                 if let Outcome::Granted(grant) | Outcome::Acquired(grant) = outcome {
                     self.grants.push((sent.space, sent.key, grant.token));
                 }

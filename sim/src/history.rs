@@ -50,4 +50,6 @@ pub struct History {
     pub asked: Vec<Asked>,
     /// The highest entry that any answer came from.
     pub floor: u64,
+    /// When which client gave up all it held, by closing its connection or because somebody ended its session.
+    pub given_up: Vec<(usize, u64)>,
 }

@@ -6,11 +6,13 @@
 pub mod disk;
 pub mod history;
 pub mod invariants;
+pub mod models;
 pub mod net;
 pub mod op;
 pub mod oracle;
 pub mod plan;
 pub mod rng;
 pub mod runner;
+pub mod search;
 pub mod workload;
 pub mod world;

@@ -5,13 +5,15 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use dflockd_core::{
-    Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Timestamp, command,
+    Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Subscription, Timestamp,
+    command,
 };
 use dflockd_replica::codec::{self, Section};
 use dflockd_replica::machine::{Event, Machine};
 use dflockd_replica::types::{Action, Order};
 use raft::eraftpb::{Entry, EntryType};
 
+use crate::invariants::watches::Seen;
 use crate::invariants::{self, Broken};
 
 /// A lock at some entry.
@@ -38,6 +40,8 @@ pub struct Touched {
     pub renewals: Vec<(SessionId, RequestId, Span)>,
     /// Time was looked at.
     pub ticked: bool,
+    /// A leader began.
+    pub new_term: bool,
     /// Answers, in order.
     pub replies: Vec<(SessionId, RequestId, Outcome)>,
 }
@@ -78,11 +82,14 @@ pub struct Oracle {
     pub barriers: BTreeMap<(SessionId, RequestId), (Vec<u8>, u32)>,
     /// Items that were popped and put back.
     pub undone: Vec<Vec<u8>>,
+    /// The last entry before the cluster followed the rules of version 2.
+    pub first_rules_until: u64,
     keys: Vec<Vec<u8>>,
     locks: LocksNow,
     leases: invariants::leases::Leases,
     fences: invariants::fence_order::Fences,
     ends: invariants::session_end::Ends,
+    watches: invariants::watches::Watches,
 }
 
 /// Whether the state is compared at this index.
@@ -105,11 +112,13 @@ impl Oracle {
             values: BTreeMap::new(),
             barriers: BTreeMap::new(),
             undone: Vec::new(),
+            first_rules_until: 0,
             keys,
             locks: LocksNow::new(),
             leases: invariants::leases::Leases::new(lease_min, grace),
             fences: invariants::fence_order::Fences::default(),
             ends: invariants::session_end::Ends::default(),
+            watches: invariants::watches::Watches::default(),
         }
     }
 
@@ -161,6 +170,10 @@ impl Oracle {
         let index = entry.index;
         let mut touched = Touched::default();
         let mut events = Vec::new();
+        let mut watched = Seen::default();
+        if self.machine.store().is_none_or(|store| !store.limits().follows(2)) {
+            self.first_rules_until = index;
+        }
         match entry.entry_type {
             EntryType::EntryNormal if entry.data.is_empty() => return Ok(()),
             EntryType::EntryNormal => {
@@ -183,10 +196,18 @@ impl Oracle {
                     if answers.is_empty() {
                         // An answer that is repeated says nothing new.
                         touched.replies.push((session, request, outcome.clone()));
+                        if outcome == Outcome::Done {
+                            watched.began.push((session, request));
+                        } else if let Outcome::Compacted(gone) = outcome {
+                            watched.compacted.push((session, request, gone));
+                        }
                     }
                     answers.push((index, outcome));
                 }
                 Event::Effect(Effect::Push { session, push, .. }) => {
+                    if let Push::Change(change) = &push {
+                        watched.told.push((session, change.clone()));
+                    }
                     self.pushes.entry(session).or_default().push((index, push));
                 }
                 Event::Attached { by, request, to } => {
@@ -194,12 +215,16 @@ impl Oracle {
                         to.and_then(|(session, _)| self.pushes.get(&session)).map_or(0, Vec::len);
                     self.attached.insert((by, request), (to, pushed));
                     touched.sessions.push(by);
+                    watched.attached.extend(to.map(|(session, _)| session));
                 }
                 Event::Kicked { session } => {
                     touched.sessions.push(session);
                     self.ends.session(session);
                 }
-                Event::Effect(Effect::SessionEnded { session }) => self.ends.session(session),
+                Event::Effect(Effect::SessionEnded { session }) => {
+                    watched.left.insert(session);
+                    self.ends.session(session);
+                }
                 Event::RunEnded(run) => self.ends.run(run),
                 Event::Gone { .. }
                 | Event::RunStarted(_)
@@ -210,6 +235,13 @@ impl Oracle {
         }
         let Some(store) = self.machine.store() else { return Ok(()) };
         let now = self.machine.now();
+        watched.left.extend(&touched.sessions);
+        let is_there = |session| {
+            self.machine
+                .home(session)
+                .is_some_and(|run| self.machine.run_of(run.raft_id()) == Some(run))
+        };
+        self.watches.check(index, &watched, store, is_there)?;
         if index.is_multiple_of(8) {
             store.check_invariants();
         }
@@ -257,7 +289,10 @@ impl Oracle {
                         self.note_item(item.session, item.request, &item.action, touched);
                     }
                 }
-                Ok(Section::Order(Order::Tick | Order::NewTerm)) => touched.ticked = true,
+                Ok(Section::Order(Order::Tick)) => touched.ticked = true,
+                Ok(Section::Order(Order::NewTerm)) => {
+                    (touched.ticked, touched.new_term) = (true, true);
+                }
                 Ok(Section::Order(_)) | Err(_) => {}
             }
         }
@@ -281,6 +316,9 @@ impl Oracle {
             Action::Command(Command::RenewSession(command::RenewSession { lease })) => {
                 touched.renewals.push((session, request, *lease));
             }
+            Action::Command(Command::Subscribe(command::Subscribe {
+                to: Subscription::Changes { pattern, from },
+            })) => self.watches.ask(session, request, pattern, *from),
             Action::Command(Command::BarrierWait(command::BarrierWait { key, count, .. })) => {
                 self.barriers.insert((session, request), (key.to_vec(), *count));
             }

@@ -51,7 +51,14 @@ kinds! {
         ClientCut = "client-cut",
         Transfer = "transfer",
         Membership = "membership",
+        HangDisk = "hang-disk",
+        WildClock = "wild-clock",
     }
+}
+
+impl Fault {
+    /// Those that came later have a stream of chance of their own, so that older seeds stay what they were.
+    const LATER: &[Self] = &[Self::HangDisk, Self::WildClock];
 }
 
 kinds! {
@@ -121,6 +128,7 @@ pub struct Plan {
     pub delay: u64,
     pub jitter: u64,
     pub sync: u64,
+    /// How much clocks of nodes and clients run too fast or too slow, at most.
     pub drift_ppm: u64,
 }
 
@@ -137,7 +145,10 @@ impl Plan {
             kinds.push(Kind::Lock);
         }
         let mut faults: Vec<Fault> =
-            Fault::ALL.iter().copied().filter(|_| rng.chance(share)).collect();
+            Fault::ALL.iter().copied().filter(|fault| !Fault::LATER.contains(fault)).collect();
+        faults.retain(|_| rng.chance(share));
+        let later = &mut Rng::new(seed, 9);
+        faults.extend(Fault::LATER.iter().filter(|_| later.chance(100)));
         let calm = rng.chance(50);
         if calm {
             faults.clear();
@@ -188,8 +199,18 @@ impl Plan {
         if !faults.contains(&Fault::Drift) {
             plan.drift_ppm = 0;
         }
+        if faults.contains(&Fault::WildClock) {
+            plan.drift_ppm = 50_000;
+        }
         (plan.kinds, plan.faults) = (kinds, faults);
         plan
+    }
+
+    /// Whether clocks keep the rate that clients rely on: exclusion of clients is not promised otherwise, but all that
+    /// is measured in cluster time.
+    #[must_use]
+    pub fn keeps_rate(&self) -> bool {
+        !self.has(Fault::WildClock)
     }
 
     /// Whether the seed has this fault.

@@ -26,6 +26,7 @@ pub fn run(seed: u64, switches: &Switches, verbose: bool) -> Report {
             simulated: 0,
             entries: 0,
             answered: 0,
+            ordered: 0,
             terms: 0,
             trace: Vec::new(),
         }
@@ -43,6 +44,8 @@ pub struct Summary {
     pub entries: u64,
     /// Answered requests.
     pub answered: u64,
+    /// Those of them that an order was found for.
+    pub ordered: u64,
     /// Terms that had a leader.
     pub terms: u64,
     /// Time it took.
@@ -81,6 +84,7 @@ pub fn run_many(
                     summary.simulated += report.simulated;
                     summary.entries += report.entries;
                     summary.answered += report.answered;
+                    summary.ordered += report.ordered;
                     summary.terms += report.terms as u64;
                     if let Some((_, broken)) = report.broken {
                         tracing::error!(
@@ -111,13 +115,14 @@ impl Summary {
         let real = self.real.as_secs_f64().max(1e-9);
         format!(
             "{} seeds in {real:.1} s ({:.0} seeds per hour), {:.1} simulated hours, \
-             simulated:real {:.0}:1, {} entries, {} answers, {} terms, {} failures",
+             simulated:real {:.0}:1, {} entries, {} answers ({} put in order), {} terms, {} failures",
             self.seeds,
             self.seeds as f64 / real * 3600.0,
             self.simulated as f64 / 3.6e12,
             self.simulated as f64 / 1e9 / real,
             self.entries,
             self.answered,
+            self.ordered,
             self.terms,
             self.failed.len()
         )

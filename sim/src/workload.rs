@@ -1,6 +1,6 @@
 //! The clients: what they do next, and what they believe.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dflockd_core::{
     Command, End, Expect, Fence, Mode, Outcome, Push, RequestId, Revision, SessionId, Space, Span,
@@ -35,6 +35,10 @@ pub struct Client {
     /// Keys it has a place at.
     enqueued: Vec<(Vec<u8>, Mode, Span)>,
     subscribed: bool,
+    /// Keys that its session watches.
+    watched: BTreeSet<Vec<u8>>,
+    /// The last changes it was told of, by key.
+    seen: BTreeMap<Vec<u8>, Revision>,
     /// Its last known revisions of KV entries.
     revisions: BTreeMap<Vec<u8>, Revision>,
     /// It does nothing any more.
@@ -95,6 +99,8 @@ impl Client {
             holds: Vec::new(),
             enqueued: Vec::new(),
             subscribed: false,
+            watched: BTreeSet::new(),
+            seen: BTreeMap::new(),
             revisions: BTreeMap::new(),
             dead: false,
         }
@@ -301,7 +307,12 @@ impl Client {
             }
             Kind::Watch => {
                 let letter = *rng.pick(&['l', 'c', 'k', 'q', 'e']);
-                let to = Subscription::Changes { pattern: &key(letter), from: None };
+                let key = key(letter);
+                // A new session goes on where the last one was.
+                let last = self.seen.get(&key).filter(|_| !self.watched.contains(&key));
+                let from = last.map(|last| Revision(last.0 + 1));
+                self.watched.insert(key.clone());
+                let to = Subscription::Changes { pattern: &key, from };
                 self.ask(command::Subscribe { to })
             }
             Kind::Observe => {
@@ -366,6 +377,7 @@ impl Client {
         });
         if !kept {
             self.subscribed = false;
+            self.watched.clear();
             self.enqueued.clear();
         }
         let release = match policy {
@@ -394,6 +406,7 @@ impl Client {
         }
         self.kept = None;
         self.subscribed = false;
+        self.watched.clear();
         self.enqueued.clear();
         let lost = std::mem::take(&mut self.open).into_values().map(|(place, _)| place).collect();
         (Vec::new(), lost)
@@ -503,6 +516,9 @@ impl Client {
     pub fn pushed(&mut self, push: &Push) {
         if let Push::Lost { fence, .. } = push {
             self.holds.retain(|held| held.token.fence != *fence);
+        }
+        if let Push::Change(change) = push {
+            self.seen.insert(change.key.to_vec(), change.revision);
         }
     }
 

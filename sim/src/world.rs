@@ -14,7 +14,7 @@ use dflockd_core::{
 use dflockd_replica::admin::{AdminRequest, AdminResult};
 use dflockd_replica::log::{LogBatch, LogOptions, LogStore, OpenError, Room, write_snapshot};
 use dflockd_replica::machine::{Event as MachineEvent, Machine};
-use dflockd_replica::types::{Action, Item, Member, Policy, RaftId, Run, Start};
+use dflockd_replica::types::{Action, AutoRelease, Item, Member, Policy, RaftId, Run, Start};
 use dflockd_replica::{
     LogWrite, MadeSnapshot, NodeEvent, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob,
     note,
@@ -27,7 +27,7 @@ use crate::invariants::client_exclusion::Beliefs;
 use crate::invariants::durable::Durable;
 use crate::invariants::pushes::Pushes;
 use crate::invariants::raft_safety::Leaders;
-use crate::invariants::{Broken, answers, totals};
+use crate::invariants::{Broken, answers, forms, linearizable, totals};
 use crate::net::Net;
 use crate::op::Op;
 use crate::oracle::{self, Oracle};
@@ -57,6 +57,8 @@ pub struct Report {
     pub entries: u64,
     /// Requests that were answered.
     pub answered: u64,
+    /// Those of them that an order was found for.
+    pub ordered: u64,
     /// Terms that had a leader.
     pub terms: usize,
     /// The last things that happened.
@@ -295,12 +297,20 @@ impl World {
             self.now = at;
             self.handle(event);
         }
+        let mut ordered = 0;
+        if self.broken.is_none() && self.clients.len() <= linearizable::CLIENTS_MAX {
+            let locks = self.plan.auto_release != AutoRelease::Any && self.plan.keeps_rate();
+            let undone = &self.oracle.undone;
+            let result = linearizable::check(&self.history, &self.doomed, undone, locks);
+            self.check(result.map(|count| ordered = count));
+        }
         Report {
             hash: self.hash.finalize(),
             broken: self.broken,
             simulated: self.now,
             entries: self.oracle.last(),
             answered: self.answered,
+            ordered,
             terms: self.leaders.count(),
             trace: self.trace.into(),
         }
@@ -1020,6 +1030,7 @@ impl World {
             *target = known.session;
             self.doomed.insert(known.session.0);
             self.beliefs.end_client(victim);
+            self.history.given_up.push((victim, self.now));
             self.clients[victim].forget_holds();
         } else if let Some(Command::ForceRelease(_)) = op.command() {
             let victim = self.work_rng.index(self.clients.len());
@@ -1046,6 +1057,7 @@ impl World {
         let (lost, gone) = self.clients[client].closed(orderly, policy);
         if gone {
             self.beliefs.end_client(client);
+            self.history.given_up.push((client, self.now));
         }
         for place in lost {
             self.history.asked[place].end = End::Unknown;
@@ -1077,7 +1089,9 @@ impl World {
             Tell::Answer(request, outcome, applied) => {
                 let Some((place, _)) = self.clients[client].open.remove(&request) else { return };
                 let asked = &mut self.history.asked[place];
-                match answers::check(asked, &outcome, applied, &self.oracle) {
+                let checked = forms::check(asked, &outcome, &self.oracle)
+                    .and_then(|()| answers::check(asked, &outcome, applied, &self.oracle));
+                match checked {
                     Ok(index) => self.history.floor = self.history.floor.max(index),
                     Err(broken) => return self.check(Err(broken)),
                 }
@@ -1102,7 +1116,8 @@ impl World {
                 if let Some(learned) = learned
                     && !session.is_some_and(|session| doomed(session.0))
                     && !doomed(learned.token.fence.0)
-                    && self.plan.auto_release != dflockd_replica::types::AutoRelease::Any
+                    && self.plan.auto_release != AutoRelease::Any
+                    && self.plan.keeps_rate()
                 {
                     let until = sent + learned.valid;
                     let (key, mode, fence) = (&learned.key, learned.mode, learned.token.fence);
@@ -1185,6 +1200,13 @@ impl World {
                 self.note(|| format!("the disk of n{id} stalls for {} ms", short / MS));
                 self.nodes.get_mut(&id).expect("known").stalled_until = now + short;
             }
+            Fault::HangDisk => {
+                // A sync that has begun ends with the storm at the latest.
+                let left = (SEC + self.plan.storm).saturating_sub(now);
+                let span = self.fault_rng.between(SEC, 20 * SEC).min(left);
+                self.note(|| format!("the disk of n{id} hangs for {} ms", span / MS));
+                self.nodes.get_mut(&id).expect("known").stalled_until = now + span;
+            }
             Fault::FailSync => self.nodes[&id].disk.fail(),
             Fault::FullDisk => {
                 let node = self.nodes.get_mut(&id).expect("known");
@@ -1222,7 +1244,7 @@ impl World {
                 self.ask_admin(id, AdminRequest::Transfer { to });
             }
             Fault::Membership => self.change_members(),
-            Fault::Loss | Fault::Duplicate | Fault::Reorder | Fault::Drift => {}
+            Fault::Loss | Fault::Duplicate | Fault::Reorder | Fault::Drift | Fault::WildClock => {}
         }
     }
 
@@ -1303,11 +1325,14 @@ impl World {
     fn join(&mut self, name: &str, witness: bool) {
         let members = self.oracle.machine().members();
         let Some((&id, _)) = members.iter().find(|(_, member)| member.node == name) else { return };
-        if self.nodes.contains_key(&id) {
+        if self.nodes.get(&id).is_some_and(|node| !node.gone) {
             return;
         }
         let ppm = i64::try_from(self.plan.drift_ppm).expect("small");
-        self.nodes.insert(id, Node::new(id, name.to_owned(), witness, ppm));
+        let mut node = Node::new(id, name.to_owned(), witness, ppm);
+        // Nobody has the number of another, but for a mistake; what was meant for that one is not for this one.
+        node.life = self.nodes.get(&id).map_or(0, |other| other.life + 1);
+        self.nodes.insert(id, node);
         self.schedule(10 * MS, Event::Start(id));
     }
 

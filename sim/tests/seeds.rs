@@ -27,6 +27,8 @@ fn promises_are_kept() {
         "the clients did next to nothing in {:?}",
         begin.elapsed()
     );
+    let few = summary.ordered < summary.answered / 10;
+    assert!(count < 100 || !few, "few histories were looked at: {}", summary.text());
 }
 
 #[test]

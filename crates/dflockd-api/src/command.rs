@@ -1,6 +1,6 @@
 //! Every command, declared once, with what is true of it: its number and fields in the log, its name, when it is
-//! refused under load, whether a repeated request gets the first answer again, who may send it, and which of its fields
-//! is the key, the wait, the lease and the salt.
+//! refused under load, whether a repeated request gets the first answer again, who may send it, which of its fields is
+//! the key, the wait, the lease and the salt, and which forms its answer can have.
 //!
 //! Chance (salts) and time come in with the command; keys and values are borrowed from wherever they were read.
 //!
@@ -9,7 +9,8 @@
 //!
 //! ```text
 //! /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)] {
+//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
+//!     -> [Granted Timeout; MaxLocks MaxHolds ...] {
 //!     /// How the lock is asked for.
 //!     mode: Mode,
 //!     ...
@@ -25,6 +26,15 @@
 //!     fn name(&self) -> &'static str { match self { Self::Acquire(_) => "acquire", ... } }
 //!     fn number(&self) -> Option<u8> { match self { Self::Acquire(_) => Some(16), ... } }
 //!     fn key(&self) -> Option<&[u8]> { match self { Self::Acquire(command) => Some(command.key), ... } }
+//!     fn allows(&self, answer: &Outcome) -> bool {
+//!         match (self, answer) {
+//!             (Self::Acquire(_), Outcome::Granted { .. } | Outcome::Timeout { .. }) => true,
+//!             (Self::Acquire(_), Outcome::Refused(Refusal::MaxLocks | ...)) => true,
+//!             ...
+//!             (_, Outcome::Refused(refusal)) => refusal.meets_any_request(),
+//!             _ => false,
+//!         }
+//!     }
 //!     ...
 //! }
 //! ```
@@ -36,6 +46,7 @@ use core::fmt;
 
 use crate::field::{Field, Malformed, variants};
 use crate::outcome::Outcome;
+use crate::refusal::Refusal;
 use crate::types::{
     End, Fence, Mode, RequestId, Revision, SessionId, Space, Span, Timestamp, Token,
 };
@@ -93,11 +104,13 @@ macro_rules! commands {
             $client_number:literal $client:ident $(<$client_life:lifetime>)? $client_name:literal
                 [$client_urgency:ident $client_repeat:ident $client_right:ident $(key($key:ident))?
                     $(wait($wait:ident))? $(lease($lease:ident))? $(salt($salt:ident))? $(gives($gives:ident))?]
+                -> [$($client_form:ident)+ $(; $($client_refusal:ident)+)?]
                 $client_fields:tt
         )* }
         session { $(
             $(#[$session_doc:meta])*
-            $session_number:literal $session:ident $session_name:literal [$session_urgency:ident] $session_fields:tt
+            $session_number:literal $session:ident $session_name:literal [$session_urgency:ident]
+                -> [$session_form:ident] $session_fields:tt
         )* }
         engine { $(
             $(#[$engine_doc:meta])*
@@ -275,6 +288,21 @@ macro_rules! commands {
                 }
             }
 
+            /// Whether it can be answered like this, at once or later, on whatever way: every answer has one of the
+            /// forms of the row. What a request of any kind can be refused with says
+            /// [`Refusal::meets_any_request`]; what is not answered allows nothing.
+            #[must_use]
+            pub fn allows(&self, answer: &Outcome) -> bool {
+                match (self, answer) {
+                    $((Self::$client(_), $(Outcome::$client_form { .. })|+) => true,)*
+                    $($((Self::$client(_), Outcome::Refused($(Refusal::$client_refusal)|+)) => true,)?)*
+                    $((Self::$session(_), Outcome::$session_form { .. }) => true,)*
+                    $((Self::$engine { .. }, _) => false,)*
+                    (_, Outcome::Refused(refusal)) => refusal.meets_any_request(),
+                    _ => false,
+                }
+            }
+
             /// When it is refused because there is too much to do.
             #[must_use]
             pub fn urgency(&self) -> Urgency {
@@ -311,7 +339,8 @@ macro_rules! commands {
 commands! {
     client {
         /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)] {
+        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
+            -> [Granted Timeout; MaxLocks MaxHolds MaxWaiters MaxWaits LimitMismatch TypeMismatch NoFence] {
             /// How the lock is asked for.
             mode: Mode,
             /// How long to queue.
@@ -324,7 +353,9 @@ commands! {
             key: &'a [u8],
         }
         /// Asks for a lock and takes a place in the queue without waiting for the grant.
-        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) salt(salt) gives(Lock)] {
+        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) salt(salt) gives(Lock)]
+            -> [Acquired Queued;
+                MaxLocks MaxHolds MaxWaiters MaxWaits LimitMismatch TypeMismatch NoFence AlreadyEnqueued] {
             /// How the lock is asked for; elections have no two-phase form.
             mode: Mode,
             /// The lease of the hold; the default lease if none.
@@ -335,7 +366,8 @@ commands! {
             key: &'a [u8],
         }
         /// Waits for the grant of an earlier [`Enqueue`] of the same session and key.
-        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(Lock)] {
+        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(Lock)]
+            -> [Granted Timeout; NotEnqueued AlreadyWaiting LeaseExpired] {
             /// Where the lock lives.
             space: Space,
             /// How long to wait.
@@ -344,7 +376,7 @@ commands! {
             key: &'a [u8],
         }
         /// Gives a hold back.
-        19 Release<'a> "release" [Keeps Kept Use key(key)] {
+        19 Release<'a> "release" [Keeps Kept Use key(key)] -> [Done; NotHeld] {
             /// Where the lock lives.
             space: Space,
             /// The hold.
@@ -355,7 +387,7 @@ commands! {
             key: &'a [u8],
         }
         /// Restarts the lease of a hold.
-        20 Renew<'a> "renew" [Keeps Kept Use key(key) lease(lease)] {
+        20 Renew<'a> "renew" [Keeps Kept Use key(key) lease(lease)] -> [Renewed; NotHeld LeaseExpired NoFence] {
             /// Where the lock lives.
             space: Space,
             /// The hold.
@@ -366,7 +398,7 @@ commands! {
             key: &'a [u8],
         }
         /// Ends the hold of another session.
-        21 ForceRelease<'a> "force_release" [Keeps Kept Administer key(key)] {
+        21 ForceRelease<'a> "force_release" [Keeps Kept Administer key(key)] -> [Done; NotHeld] {
             /// Where the lock lives.
             space: Space,
             /// Which hold.
@@ -375,7 +407,7 @@ commands! {
             key: &'a [u8],
         }
         /// Adds `delta` to a counter.
-        22 Add<'a> "counter_add" [Grows Kept Use key(key)] {
+        22 Add<'a> "counter_add" [Grows Kept Use key(key)] -> [Number; MaxKeys Overflow] {
             /// What is added. Subtracting is adding the negative, see `decrement`.
             delta: i64,
             /// Subtract instead. Kept apart because the watch event differs and -i64::MIN does not exist.
@@ -384,14 +416,14 @@ commands! {
             key: &'a [u8],
         }
         /// Sets a counter.
-        23 CounterSet<'a> "counter_set" [Grows Kept Use key(key)] {
+        23 CounterSet<'a> "counter_set" [Grows Kept Use key(key)] -> [Done; MaxKeys] {
             /// Its new value.
             value: i64,
             /// The counter.
             key: &'a [u8],
         }
         /// Sets a KV entry.
-        24 KvSet<'a> "kv_set" [Grows Kept Use key(key)] {
+        24 KvSet<'a> "kv_set" [Grows Kept Use key(key)] -> [Written; MaxKeys ValueTooLarge] {
             /// Time to live; none = for ever.
             ttl: Option<Span>,
             /// The entry.
@@ -400,12 +432,12 @@ commands! {
             value: &'a [u8],
         }
         /// Deletes a KV entry.
-        25 KvDelete<'a> "kv_delete" [Plain Kept Use key(key)] {
+        25 KvDelete<'a> "kv_delete" [Plain Kept Use key(key)] -> [Done] {
             /// The entry.
             key: &'a [u8],
         }
         /// Sets a KV entry if it is as expected.
-        26 KvCompareAndSet<'a> "kv_cas" [Grows Kept Use key(key)] {
+        26 KvCompareAndSet<'a> "kv_cas" [Grows Kept Use key(key)] -> [Written Conflict; MaxKeys ValueTooLarge] {
             /// What must be there.
             expect: Expect<'a>,
             /// Time to live; none = for ever.
@@ -416,7 +448,7 @@ commands! {
             value: &'a [u8],
         }
         /// Puts an item at one end of a list, or hands it to a session that waits for one.
-        27 Push<'a> "list_push" [Grows Kept Use key(key)] {
+        27 Push<'a> "list_push" [Grows Kept Use key(key)] -> [Number; MaxKeys ListFull ValueTooLarge] {
             /// Which end.
             end: End,
             /// The list.
@@ -425,7 +457,7 @@ commands! {
             value: &'a [u8],
         }
         /// Takes an item from one end of a list.
-        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(Item)] {
+        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(Item)] -> [Popped Empty; MaxKeys MaxWaits] {
             /// Which end.
             end: End,
             /// How long to wait for an item. `None` = a plain pop; `Some(zero)` = a blocking pop that only tries
@@ -435,7 +467,8 @@ commands! {
             key: &'a [u8],
         }
         /// Arrives at a barrier and waits for the others.
-        29 BarrierWait<'a> "barrier_wait" [Grows Kept Use key(key) wait(wait)] {
+        29 BarrierWait<'a> "barrier_wait" [Grows Kept Use key(key) wait(wait)]
+            -> [Done Timeout; MaxKeys MaxWaits CountMismatch AlreadyWaiting] {
             /// How many must arrive.
             count: u32,
             /// How long to wait.
@@ -444,38 +477,38 @@ commands! {
             key: &'a [u8],
         }
         /// Sends a payload to the listeners of a channel.
-        30 Signal<'a> "signal" [Grows Kept Use] {
+        30 Signal<'a> "signal" [Grows Kept Use] -> [Number; BadPattern] {
             /// The channel: no wildcards.
             channel: &'a [u8],
             /// What they get.
             payload: &'a [u8],
         }
         /// Subscribes the session. Repeating it changes nothing.
-        31 Subscribe<'a> "subscribe" [Grows Kept Use] {
+        31 Subscribe<'a> "subscribe" [Grows Kept Use] -> [Done Compacted; BadPattern MaxSubscriptions] {
             /// What the session listens to.
             to: Subscription<'a>,
         }
         /// Ends a subscription.
-        32 Unsubscribe<'a> "unsubscribe" [Plain Kept Use] {
+        32 Unsubscribe<'a> "unsubscribe" [Plain Kept Use] -> [Done; BadPattern] {
             /// What the session no longer listens to.
             from: Subscription<'a>,
         }
         /// Restarts the lease of every hold of the caller's session that was asked for with exactly this lease: such
         /// holds follow the session. No lease is cut short. Answered by the number of these holds; never kept for
         /// retries, because it can be repeated.
-        35 RenewSession "renew_session" [Keeps Anew Use] {
+        35 RenewSession "renew_session" [Keeps Anew Use] -> [Number] {
             /// The lease of the session.
             lease: Span,
         }
     }
     session {
         /// Withdraws a blocked request of the caller's session, which is then answered as when its time is over.
-        33 Cancel "cancel" [Follows] {
+        33 Cancel "cancel" [Follows] -> [Done] {
             /// Which one.
             request: RequestId,
         }
         /// The caller has seen the results of all requests up to this one.
-        34 Acknowledge "acknowledge" [Plain] {
+        34 Acknowledge "acknowledge" [Plain] -> [Done] {
             /// The last one seen.
             up_to: RequestId,
         }
@@ -736,6 +769,22 @@ pub enum Query<'a> {
     },
 }
 
+impl Query<'_> {
+    /// Whether it can be answered like this: see [`Command::allows`].
+    #[must_use]
+    pub fn allows(&self, answer: &Outcome) -> bool {
+        if let Outcome::Refused(refusal) = answer {
+            return refusal.meets_any_request();
+        }
+        match self {
+            Self::Counter { .. } | Self::Length { .. } => matches!(answer, Outcome::Number(_)),
+            Self::Kv { .. } => matches!(answer, Outcome::Value(_) | Outcome::Empty),
+            Self::Entry { .. } => matches!(answer, Outcome::Entry { .. } | Outcome::Empty),
+            Self::Range { .. } => matches!(answer, Outcome::Items(_) | Outcome::Part(_)),
+        }
+    }
+}
+
 variants! {
     Expect<'a> "an unknown expectation" {
         0 => Absent,
@@ -796,5 +845,25 @@ mod tests {
             key: b"k",
         };
         assert_eq!(Command::from(renew).lease(), Some(None));
+    }
+
+    #[test]
+    fn forms_of_answers() {
+        let refused = Outcome::Refused;
+        let pop = Command::from(Pop { end: End::Left, wait: Some(Span(1)), key: b"k" });
+        assert!(pop.allows(&Outcome::Empty) && pop.allows(&refused(Refusal::MaxWaits)));
+        assert!(pop.allows(&refused(Refusal::Forgotten)));
+        assert!(!pop.allows(&Outcome::Timeout) && !pop.allows(&refused(Refusal::NotHeld)));
+        let barrier = Command::from(BarrierWait { count: 2, wait: Span(5), key: b"b" });
+        assert!(barrier.allows(&Outcome::Timeout) && !barrier.allows(&Outcome::Empty));
+        let cancel = Command::from(Cancel { request: RequestId(1) });
+        assert!(cancel.allows(&Outcome::Done) && cancel.allows(&refused(Refusal::Unavailable)));
+        assert!(!cancel.allows(&Outcome::Timeout) && !cancel.allows(&refused(Refusal::MaxKeys)));
+        // What is not answered has no form.
+        assert!(!Command::Tick.allows(&Outcome::Done));
+        assert!(!Command::Tick.allows(&refused(Refusal::Unavailable)));
+        let read = Query::Kv { key: b"k" };
+        assert!(read.allows(&Outcome::Empty) && read.allows(&refused(Refusal::Unavailable)));
+        assert!(!read.allows(&Outcome::Number(0)) && !read.allows(&refused(Refusal::NotHeld)));
     }
 }

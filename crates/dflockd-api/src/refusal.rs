@@ -169,6 +169,14 @@ impl Refusal {
         // Enum and list are made from the same rows, so positions are the same.
         &REFUSALS[self as usize].1
     }
+
+    /// Whether it says nothing about what was asked for: nobody could decide, or nobody remembers what was decided. A
+    /// request of any kind can be refused like this; with any other refusal only those that
+    /// [allow it](crate::Command::allows).
+    #[must_use]
+    pub const fn meets_any_request(self) -> bool {
+        matches!(self, Self::Unavailable | Self::Forgotten)
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use dflockd_api::{Bytes, Event, Outcome, Refusal, Revision, Timestamp, command};
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::effect::Effect;
 use crate::store::{IdleValue, Store};
 
@@ -32,7 +33,8 @@ impl Store {
         let Some(new) = new.filter(|_| !(decrement && delta == i64::MIN)) else {
             return Outcome::Refused(Refusal::Overflow);
         };
-        match self.counter_store(key, new, event, effects) {
+        let lost = bug(Bug::LostIncrement) && new % 8 == 7;
+        match self.counter_store(key, if lost { old } else { new }, event, effects) {
             Ok(()) => Outcome::Number(new),
             Err(refusal) => Outcome::Refused(refusal),
         }

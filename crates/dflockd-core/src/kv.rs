@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use dflockd_api::{Bytes, Event, Expect, Outcome, Refusal, Revision, Span, Timestamp, command};
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::deadline::{Timer, TimerKey};
 use crate::effect::Effect;
 use crate::store::{IdleValue, Store};
@@ -49,7 +50,9 @@ impl Store {
             (Expect::Absent, entry) => entry.is_none(),
             (Expect::Value(_) | Expect::Revision(_), None) => false,
             (Expect::Value(value), Some(entry)) => *entry.value == *value,
-            (Expect::Revision(revision), Some(entry)) => entry.revision == revision,
+            (Expect::Revision(revision), Some(entry)) => {
+                entry.revision == revision || bug(Bug::CasBlind)
+            }
         };
         if !as_expected {
             return Outcome::Conflict;

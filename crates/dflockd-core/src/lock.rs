@@ -407,7 +407,12 @@ impl Store {
         end: EndOfHold,
         effects: &mut Vec<Effect>,
     ) -> Outcome {
-        let Some(slot) = self.locks.held(self.space(space), key, token) else {
+        let mut held = self.locks.held(self.space(space), key, token);
+        if held.is_none() && bug(Bug::AnyToken) {
+            let lock = self.locks.find(self.space(space), key);
+            held = lock.and_then(|lock| self.locks.arena[lock].holders.first());
+        }
+        let Some(slot) = held else {
             return Outcome::Refused(Refusal::NotHeld);
         };
         self.end_hold(slot, end, effects);
@@ -420,6 +425,9 @@ impl Store {
         let Some(slot) = self.locks.held(space, key, token) else {
             let lock = self.locks.find(space, key).map(|lock| &self.locks.arena[lock]);
             let expired = lock.is_some_and(|lock| lock.expired == Some(token));
+            if expired && bug(Bug::RenewExpired) {
+                return Outcome::Renewed { fence: token.fence, lease: self.limits.lease(lease) };
+            }
             return Outcome::Refused(if expired {
                 Refusal::LeaseExpired
             } else {

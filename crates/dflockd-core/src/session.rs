@@ -13,6 +13,7 @@ use dflockd_api::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::bugs::{Bug, bug};
 use crate::chain::{Chain, Slot};
 use crate::deadline::{Timer, TimerKey};
 use crate::effect::Effect;
@@ -417,9 +418,17 @@ impl Store {
         let outcome =
             match self.sessions.get(&session).and_then(|owner| owner.blocked.get(&request)) {
                 // As if its time were over: there was nothing to pop.
-                Some(Blocked::Pop { .. }) if self.limits.follows(2) => Outcome::Empty,
+                Some(Blocked::Pop { .. }) if self.limits.follows(2) && !bug(Bug::WrongForm) => {
+                    Outcome::Empty
+                }
                 Some(_) => Outcome::Timeout,
-                None => return,
+                None => {
+                    let granted = self.sessions.get(&session).and_then(|owner| owner.holds.first());
+                    if let Some(slot) = granted.filter(|_| bug(Bug::CancelFrees)) {
+                        self.end_hold(slot, EndOfHold::Released, effects);
+                    }
+                    return;
+                }
             };
         if self.withdraw(session, request, effects) {
             self.answer(session, request, outcome, effects);
@@ -610,6 +619,8 @@ impl Store {
         while let Some((&request, blocked)) = self.session(id).blocked.first_key_value() {
             if let &Blocked::Claim(slot) = blocked {
                 left.push(self.forget_waiter(slot));
+            } else if bug(Bug::DeadPopper) && matches!(blocked, Blocked::Pop { .. }) {
+                self.session(id).blocked.remove(&request);
             } else {
                 self.withdraw(id, request, effects);
             }

@@ -319,12 +319,16 @@ impl Store {
     ) -> Result<Self, SnapshotError> {
         let mut store = Self::new(head.limits, head.seed, shared, Timestamp(0));
         store.now = head.now;
-        store.deadlines.grace_until = head.grace_until;
+        if !bug(Bug::GraceForgotten) {
+            store.deadlines.grace_until = head.grace_until;
+        }
         store.deadlines.restore_serial(head.serial);
         if !bug(Bug::FenceForgotten) {
             store.shared.raise_fence(head.fence_next);
         }
-        store.shared.set_revision(head.revision);
+        if !bug(Bug::RevisionForgotten) {
+            store.shared.set_revision(head.revision);
+        }
         if let Some(key) = head.grants_timer {
             store.grants_open = false;
             store.deadlines.restore_timer(key, Timer::GrantsOpen);

@@ -14,6 +14,7 @@ use foldhash::fast::FixedState;
 use hashbrown::HashMap;
 
 use crate::barrier::Barrier;
+use crate::bugs::{Bug, bug};
 use crate::counter::Counter;
 use crate::deadline::{Deadlines, Due, Timer};
 use crate::effect::Effect;
@@ -280,7 +281,9 @@ impl Store {
             Command::Tick => return None,
             Command::NewTerm => {
                 let grace_until = self.now + self.deadlines.grace;
-                self.deadlines.grace_until = self.deadlines.grace_until.max(grace_until);
+                if !bug(Bug::NoGrace) {
+                    self.deadlines.grace_until = self.deadlines.grace_until.max(grace_until);
+                }
                 return None;
             }
             Command::Acquire(command) => self.acquire(caller, command, effects)?,
@@ -511,12 +514,16 @@ impl Store {
         }
         let change = Change { revision, event, key: key.clone() };
         for session in self.subscriptions.watchers(key, self.limits.separators(), &self.shared) {
+            if bug(Bug::WatchGap) && revision.0.is_multiple_of(8) {
+                continue;
+            }
             let push = Push::Change(change.clone());
             effects.push(Effect::Push { session, push, group: None });
         }
         if self.limits.events_max > 0 {
             if self.changes.len() as u64 == self.limits.events_max
                 && let Some(oldest) = self.changes.pop_front()
+                && !bug(Bug::WindowForgotten)
             {
                 self.forgotten = oldest.revision;
             }

@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 
 use bytes::Bytes;
+use dflockd_core::bugs::{Bug, bug};
 use raft::eraftpb::{
     ConfChange, ConfChangeType, ConfState, Entry, EntryType, HardState, Message, MessageType,
     Snapshot, SnapshotMetadata,
@@ -377,7 +378,9 @@ impl Tail {
     pub(crate) fn install(&mut self, metadata: SnapshotMetadata, data: Bytes) {
         self.hard_state.commit = self.hard_state.commit.max(metadata.index);
         self.cut = (metadata.index, metadata.term);
-        self.entries.clear();
+        if !bug(Bug::LogKept) {
+            self.entries.clear();
+        }
         self.snapshot = metadata;
         self.snapshot_data = data;
     }

@@ -23,6 +23,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use bytes::Bytes;
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{Span, Timestamp};
 
 use super::accepting::{BATCH_BYTES_MAX, BATCH_ITEMS_MAX, end_of};
@@ -182,6 +183,9 @@ impl Leading {
         }
         let Some(applied_seq) = applied_seq else { return Accepted::Not };
         let expected = self.expected.entry(batch.run).or_insert(applied_seq + 1);
+        if bug(Bug::BatchTwice) {
+            *expected = batch.first_seq.min(*expected);
+        }
         if batch.first_seq > *expected {
             return Accepted::Expects(*expected);
         }

@@ -452,6 +452,12 @@ impl Machine {
     /// The number the next new member gets.
     #[must_use]
     pub fn next_raft_id(&self) -> RaftId {
+        let is_free = |id: &RaftId| !self.registry.members.contains_key(id);
+        if bug(Bug::IdReused)
+            && let Some(id) = (1..=self.registry.last_raft_id).find(is_free)
+        {
+            return id;
+        }
         self.registry.last_raft_id + 1
     }
 
@@ -471,6 +477,7 @@ impl Machine {
     #[must_use]
     pub fn applied_seq(&self, run: Run) -> Option<u64> {
         match self.registry.runs.get(&run.raft_id()) {
+            Some(state) if state.run == run && bug(Bug::DeadRun) => Some(state.seq),
             Some(state) if state.run == run => state.live.then_some(state.seq),
             Some(state) if state.run > run => None,
             _ => Some(0),
@@ -562,6 +569,10 @@ impl Machine {
         match self.registry.runs.get_mut(&raft_id) {
             // Exactly once, in order, without gaps: what comes twice is skipped, what lacks its predecessor
             // is sent again.
+            Some(state) if bug(Bug::BatchTwice) && state.run == run && seq <= state.seq => {}
+            Some(state) if bug(Bug::DeadRun) && state.run == run && state.seq + 1 == seq => {
+                state.seq = seq;
+            }
             Some(state) if state.run == run && state.live && state.seq + 1 == seq => {
                 state.seq = seq;
             }

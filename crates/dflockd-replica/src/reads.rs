@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{RequestId, SessionId, Span, Timestamp};
 
 use super::OwnedQuery;
@@ -64,7 +65,9 @@ impl Reads {
         if self.waiting.is_empty() || self.asked.len() >= QUESTIONS_MAX {
             return None;
         }
-        self.last = self.last.wrapping_add(1);
+        if !bug(Bug::ReadIdReused) || self.last == 0 {
+            self.last = self.last.wrapping_add(1);
+        }
         let question = u64::from(run.0) << 32 | u64::from(self.last);
         self.asked.insert(question, (now, std::mem::take(&mut self.waiting)));
         Some(question)

@@ -29,10 +29,13 @@ impl Durable {
             return Ok(());
         }
         let entry = recovered.entries.iter().find(|entry| entry.index == index);
+        let last = recovered.entries.last();
         match entry {
             Some(entry) if entry.term >= term => Ok(()),
+            // The leader of a later term had another log, and what was on its way to the disk has got there.
+            None if last.is_some_and(|last| last.term > term) => Ok(()),
             _ => {
-                let last = recovered.entries.last().map(|entry| entry.index);
+                let last = last.map(|entry| (entry.index, entry.term));
                 broken(format!("entry {index} of term {term} is gone: {entry:?}, last {last:?}"))
             }
         }

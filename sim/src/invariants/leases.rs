@@ -1,4 +1,4 @@
-//! A hold lasts as long as its lease, and not longer than the grace allows.
+//! A hold lasts as long as its lease, as long as the grace after a change of leaders promises, and not longer.
 
 use std::collections::BTreeMap;
 
@@ -11,6 +11,8 @@ use crate::oracle::Step;
 pub struct Leases {
     lease_min: u64,
     grace: u64,
+    /// Until when leases that run out are extended, each by the grace at most.
+    grace_until: u64,
     /// The earliest end of each hold, and the latest as far as it is known.
     ends: BTreeMap<Fence, (u64, Option<u64>)>,
     /// The leases that holds were asked for with, as far as they are known.
@@ -21,7 +23,7 @@ impl Leases {
     /// No holds yet.
     #[must_use]
     pub fn new(lease_min: u64, grace: u64) -> Self {
-        Self { lease_min, grace, ends: BTreeMap::new(), asked: BTreeMap::new() }
+        Self { lease_min, grace, grace_until: 0, ends: BTreeMap::new(), asked: BTreeMap::new() }
     }
 
     /// After each entry.
@@ -37,10 +39,14 @@ impl Leases {
                     continue;
                 }
                 let end = self.ends.get(&fence).map_or(0, |ends| ends.0);
+                let end = end.max(self.grace_until.min(end + self.grace));
                 if step.now < end {
                     return broken(format!("{fence:?} ended {} ns early", end - step.now));
                 }
             }
+        }
+        if step.touched.new_term {
+            self.grace_until = self.grace_until.max(step.now + self.grace);
         }
         self.renew_sessions(step);
         for (_, _, outcome) in &step.touched.replies {

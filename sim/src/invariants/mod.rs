@@ -6,13 +6,16 @@ pub mod client_exclusion;
 pub mod durable;
 pub mod fence_order;
 pub mod fifo;
+pub mod forms;
 pub mod leases;
+pub mod linearizable;
 pub mod no_lost_wakeup;
 pub mod pushes;
 pub mod raft_safety;
 pub mod session_end;
 pub mod state_exclusion;
 pub mod totals;
+pub mod watches;
 
 /// A promise that was not kept.
 #[derive(Clone, Debug, PartialEq, Eq)]

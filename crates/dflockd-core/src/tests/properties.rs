@@ -13,7 +13,7 @@ extern crate std;
 
 use alloc::borrow::ToOwned;
 use alloc::boxed::Box;
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
@@ -30,8 +30,8 @@ use super::{
 };
 use crate::{
     Bytes, Caller, Command, Effect, End, Event, Expect, Fence, Grant, LeaderEvent, Limits,
-    LimitsV2, LostReason, Mode, Outcome, Push, Query, Refusal, RequestId, Revision, SessionId,
-    Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
+    LimitsV2, LostReason, Mode, Outcome, OwnedCommand, Push, Query, Refusal, RequestId, Revision,
+    SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
 };
 
 const CASES: u64 = 40_000;
@@ -410,6 +410,8 @@ struct Run {
     now: Timestamp,
     clients: Vec<Client>,
     sessions: u64,
+    /// What was asked under each number: more than one only if somebody repeats it.
+    asked: BTreeMap<(SessionId, RequestId), Vec<OwnedCommand>>,
     /// What can be undone, oldest first.
     outcomes: Vec<Outcome>,
     /// What was done, in words, if somebody wants to read it.
@@ -453,6 +455,7 @@ impl Run {
             now: Timestamp(0),
             clients: clients.collect(),
             sessions: u64::try_from(case.keeps.len()).expect("a few"),
+            asked: BTreeMap::new(),
             outcomes: Vec::new(),
             trace: None,
             seen: None,
@@ -624,6 +627,7 @@ impl Run {
             seen.extend(effects.iter().map(kind_of));
         }
         compare(&effects, &expected)?;
+        self.check_forms(caller, command, &effects)?;
         self.store.check_invariants();
         self.compare_state(&effects)?;
         self.expect_no_vain_deadline()?;
@@ -639,6 +643,35 @@ impl Run {
             }
         }
         Ok(effects)
+    }
+
+    /// Every answer has a form that its command allows, also if it comes later or again.
+    fn check_forms(
+        &mut self,
+        caller: Caller,
+        command: Command<'_>,
+        effects: &[Effect],
+    ) -> Result<(), String> {
+        if is_answered(&command) {
+            let asked = self.asked.entry((caller.session, caller.request)).or_default();
+            asked.push(command.into());
+        }
+        for effect in effects {
+            let Effect::Reply { session, request, outcome } = effect else { continue };
+            let Some(asked) = self.asked.get(&(*session, *request)) else {
+                return Err(format!("{effect:?} answers nothing"));
+            };
+            // By the first rules a pop that was withdrawn timed out.
+            let is_old = |command| {
+                !self.store.limits().follows(2)
+                    && matches!((command, outcome), (Command::Pop(_), Outcome::Timeout))
+            };
+            let mut asked_for = asked.iter().map(OwnedCommand::get);
+            if !asked_for.any(|command| command.allows(outcome) || is_old(command)) {
+                return Err(format!("{effect:?} is no answer to {asked:?}"));
+            }
+        }
+        Ok(())
     }
 
     fn compare_state(&self, effects: &[Effect]) -> Result<(), String> {

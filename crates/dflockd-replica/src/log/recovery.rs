@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use dflockd_core::bugs::{Bug, bug};
 use raft::eraftpb::Entry;
 
 use super::format::{
@@ -291,7 +292,9 @@ impl Replay {
                     self.entries.clear();
                 }
                 let kept = entry.index - self.base.index - 1;
-                self.entries.truncate(usize::try_from(kept).unwrap_or(usize::MAX));
+                if !bug(Bug::StaleTail) {
+                    self.entries.truncate(usize::try_from(kept).unwrap_or(usize::MAX));
+                }
                 self.tip.last = Position { index: entry.index, term: entry.term };
                 self.entries.push(entry);
             }
