@@ -411,3 +411,42 @@ fn a_snapshot_with_a_later_start_stops_the_node() {
     assert!(install(0).is_some_and(|why| why.contains("later start")));
     assert_eq!((install(1), install(2)), (None, None));
 }
+
+/// A frame counts only under the number of the member that sent it, and for the one that it names.
+#[test]
+fn a_message_is_heard_from_its_sender_only() {
+    let term_after = |from: RaftId, says: RaftId, to: RaftId| {
+        let mut replica = replica(&[1, 2, 3], 1);
+        let msg_type = MessageType::MsgHeartbeat;
+        let message = Message { msg_type, from: says, to, term: 5, ..Default::default() };
+        replica.handle_frame(from, Frame::Raft { time: Timestamp(0), message }.encode());
+        replica.status().term
+    };
+    assert_eq!(term_after(2, 2, 1), 5);
+    assert_eq!(term_after(2, 3, 1), 1, "2 speaks for 3");
+    assert_eq!(term_after(2, 2, 3), 1, "it is for 3");
+}
+
+/// A snapshot is what a member that applied the whole log would make, and the log behind it goes on.
+#[test]
+fn a_snapshot_is_made_of_the_one_before_and_the_log_since() {
+    let (mut replica, _) = leader();
+    for request in 1..4 {
+        replica.submit(&item(request), None);
+        write_all(&mut replica);
+        replica.admin(request, AdminRequest::Copy);
+        let mut outputs = write_all(&mut replica);
+        let job = outputs.snapshot_job.take().expect("a snapshot is made aside");
+        assert!(outputs.copies.is_empty(), "it is not made yet");
+        let made = job.run().expect("all is there");
+        assert!(made.data == replica.machine().snapshot());
+        assert_eq!(made.metadata.index, replica.status().applied);
+        replica.handle_snapshot(Some(made), &mut outputs);
+        assert_eq!(replica.status().snapshot, replica.status().applied);
+        replica.poll(&mut outputs);
+        let [(id, copy)] = &outputs.copies[..] else { panic!("one copy") };
+        assert_eq!((*id, copy.index), (request, replica.status().snapshot));
+        assert!(outputs.events.contains(&NodeEvent::Admin(request, Ok(()))));
+        write_all(&mut replica);
+    }
+}
