@@ -1137,4 +1137,33 @@ mod tests {
         oldest.push(0);
         assert!(Machine::restore(&oldest, false).is_err(), "something behind its end");
     }
+
+    /// What comes twice is skipped, and nothing is applied whose predecessor is missing or whose run is over.
+    #[test]
+    fn each_number_is_taken_once_and_in_order() {
+        let mut machine = machine();
+        start(&mut machine, 2, 1, 1, 1);
+        let mut stamp = 2;
+        let mut add = |machine: &mut Machine, run: Run, seq| {
+            let session = run.session(1);
+            let command = command::Add { key: b"key", delta: 1, decrement: false };
+            let (request, action) = (RequestId(seq), Action::Command(command.into()));
+            let mut bytes = Vec::new();
+            codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+            stamp += 1;
+            let batch = codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() };
+            apply(machine, stamp, |payload| batch.put(payload));
+            let query = dflockd_core::Query::Counter { key: b"key" };
+            machine.store().expect("it has begun").read(query, machine.now())
+        };
+        let run = Run::new(1, 1);
+        assert_eq!(add(&mut machine, run, 2), Outcome::Number(1));
+        assert_eq!(add(&mut machine, run, 2), Outcome::Number(1), "it comes twice");
+        assert_eq!(add(&mut machine, run, 4), Outcome::Number(1), "one is missing");
+        assert_eq!(add(&mut machine, Run::new(1, 2), 3), Outcome::Number(1), "not begun");
+        assert_eq!(add(&mut machine, run, 3), Outcome::Number(2));
+        assert_eq!(machine.applied_seq(run), Some(3));
+        order(&mut machine, 8, &Order::NodeLost { run });
+        assert_eq!(add(&mut machine, run, 4), Outcome::Number(2), "it was given up");
+    }
 }

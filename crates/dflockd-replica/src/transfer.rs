@@ -193,3 +193,135 @@ impl Transfers {
         Some(Complete { header, data, keep_only })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(ms: u64) -> Timestamp {
+        Timestamp(0) + Span::from_millis(ms)
+    }
+
+    fn data(len: usize) -> Bytes {
+        (0..=255).cycle().take(len).collect::<Vec<u8>>().into()
+    }
+
+    /// What leaves: member, and what of the snapshot is in it.
+    fn send(transfers: &mut Transfers) -> Vec<Frame> {
+        let mut outputs = Outputs::default();
+        transfers.send(&mut outputs);
+        let frame = |outgoing: Outgoing| Frame::decode(outgoing.bytes).expect("it was just made");
+        outputs.frames.into_iter().map(frame).collect()
+    }
+
+    fn offsets(frames: &[Frame]) -> Vec<u64> {
+        let offset = |frame: &Frame| match frame {
+            Frame::Chunk { offset, .. } => Some(*offset),
+            _ => None,
+        };
+        frames.iter().filter_map(offset).collect()
+    }
+
+    /// Brings frames of member 1 to member 2. Gives what it answers, and the snapshot if it is whole.
+    fn receive(
+        receiver: &mut Transfers,
+        frames: Vec<Frame>,
+    ) -> (Vec<(u64, u64)>, Option<Complete>) {
+        let mut whole = None;
+        for frame in frames {
+            let Frame::Chunk { transfer, offset, total, digest, keep_only, header, data } = frame
+            else {
+                panic!("only pieces are sent")
+            };
+            let complete =
+                receiver.receive(1, transfer, offset, total, digest, keep_only, header, &data);
+            whole = complete.or(whole);
+        }
+        let acks = send(receiver).into_iter().map(|frame| match frame {
+            Frame::ChunkAck { transfer, received } => (transfer, received),
+            _ => panic!("only acknowledgements are sent"),
+        });
+        (acks.collect(), whole)
+    }
+
+    #[test]
+    fn a_snapshot_arrives_in_pieces_within_a_window() {
+        let (mut sender, mut receiver) = (Transfers::default(), Transfers::default());
+        let data = data(6 * CHUNK + 5);
+        sender.begin(2, Bytes::from_static(b"header"), data.clone(), false, at(0));
+        let pieces = send(&mut sender);
+        let chunk = CHUNK as u64;
+        assert_eq!(offsets(&pieces), [0, chunk, 2 * chunk, 3 * chunk], "the window");
+        assert_eq!(offsets(&send(&mut sender)), [0_u64; 0], "it is full");
+        let (acks, whole) = receive(&mut receiver, pieces);
+        assert_eq!(acks.last(), Some(&(1, 4 * chunk)));
+        assert!(whole.is_none());
+        for (transfer, received) in acks {
+            assert!(!sender.acknowledged(2, transfer, received, at(1)));
+        }
+        let pieces = send(&mut sender);
+        assert_eq!(offsets(&pieces), [4 * chunk, 5 * chunk, 6 * chunk]);
+        let (acks, whole) = receive(&mut receiver, pieces);
+        let whole = whole.expect("all of it has come");
+        assert!(whole.data == data && whole.header == &b"header"[..] && !whole.keep_only);
+        let done: Vec<bool> = acks
+            .into_iter()
+            .map(|(transfer, received)| sender.acknowledged(2, transfer, received, at(2)))
+            .collect();
+        assert_eq!(done, [false, false, true], "Raft is told once");
+        assert!(send(&mut sender).is_empty());
+    }
+
+    #[test]
+    fn a_lost_piece_is_sent_again() {
+        let (mut sender, mut receiver) = (Transfers::default(), Transfers::default());
+        sender.begin(2, Bytes::new(), data(3 * CHUNK), false, at(0));
+        let chunk = CHUNK as u64;
+        let mut pieces = send(&mut sender);
+        pieces.remove(1);
+        let (acks, _) = receive(&mut receiver, pieces);
+        assert_eq!(acks, [(1, chunk), (1, chunk)], "what lacks its predecessor is not taken");
+        for (transfer, received) in acks {
+            assert!(!sender.acknowledged(2, transfer, received, at(0)));
+        }
+        let again = send(&mut sender);
+        assert_eq!(offsets(&again), [chunk, 2 * chunk]);
+        drop(again);
+        // All of them got lost, so nobody answers.
+        assert_eq!(sender.look(at(999)), [0_u64; 0]);
+        assert_eq!(offsets(&send(&mut sender)), [0_u64; 0]);
+        assert_eq!(sender.look(at(1000)), [0_u64; 0]);
+        assert_eq!(offsets(&send(&mut sender)), [chunk, 2 * chunk]);
+        assert_eq!(sender.look(at(4999)), [0_u64; 0]);
+        assert_eq!(sender.look(at(5000)), [2], "Raft must not wait any longer");
+        assert!(send(&mut sender).is_empty());
+    }
+
+    #[test]
+    fn a_damaged_snapshot_is_not_used() {
+        let (mut sender, mut receiver) = (Transfers::default(), Transfers::default());
+        sender.begin(2, Bytes::new(), data(10), false, at(0));
+        let mut pieces = send(&mut sender);
+        let Some(Frame::Chunk { data: piece, .. }) = pieces.first_mut() else { panic!("a piece") };
+        *piece = Bytes::from_static(b"0123456789");
+        assert!(receive(&mut receiver, pieces).1.is_none());
+        assert!(!receiver.is_coming(1), "the next one begins anew");
+    }
+
+    #[test]
+    fn a_copy_for_keeping_does_not_replace_what_is_needed() {
+        let mut sender = Transfers::default();
+        sender.begin(2, Bytes::new(), data(10), false, at(0));
+        sender.begin(2, Bytes::new(), data(20), true, at(0));
+        let [Frame::Chunk { total: 10, keep_only: false, .. }] = &send(&mut sender)[..] else {
+            panic!("the one that is needed")
+        };
+        sender.begin(2, Bytes::new(), data(30), false, at(0));
+        let [Frame::Chunk { transfer: 2, total: 30, .. }] = &send(&mut sender)[..] else {
+            panic!("a newer one is sent in place of the older")
+        };
+        assert!(!sender.acknowledged(2, 1, 10, at(0)), "an answer to the older one");
+        assert!(!sender.acknowledged(2, 2, 31, at(0)), "more than there is");
+        assert!(sender.acknowledged(2, 2, 30, at(0)));
+    }
+}

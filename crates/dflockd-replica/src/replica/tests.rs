@@ -249,3 +249,204 @@ fn a_node_without_runs_left_stops() {
     replica.lose_run();
     assert_eq!(poll(&mut replica).fatal.as_deref(), Some(crate::TOO_MANY_STARTS));
 }
+
+/// A leader of three voters, to whom 2 has answered last and 3 never.
+fn elected() -> Replica {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let mut now = Timestamp(1);
+    let mut asked = Vec::new();
+    while asked.is_empty() {
+        now = now + TICK;
+        replica.handle_time(now);
+        asked = message_types(&write_all(&mut replica));
+        assert!(now < Timestamp(0) + Span::from_secs(60), "it never wants to lead");
+    }
+    assert_eq!(asked, [MessageType::MsgRequestPreVote; 2]);
+    let from = 2;
+    // A vote that is asked for in advance is one of the next term.
+    for msg_type in [MessageType::MsgRequestPreVoteResponse, MessageType::MsgRequestVoteResponse] {
+        hear(&mut replica, Message { msg_type, from, term: 2, ..Default::default() });
+        write_all(&mut replica);
+    }
+    // First the entry that opens the leadership, then the one with its own run.
+    acknowledge(&mut replica, from);
+    assert!(replica.is_open());
+    acknowledge(&mut replica, from);
+    replica
+}
+
+/// A member says that it has all entries.
+fn acknowledge(replica: &mut Replica, from: RaftId) {
+    let (term, index) = (replica.status().term, replica.status().last);
+    let msg_type = MessageType::MsgAppendResponse;
+    hear(replica, Message { msg_type, from, term, index, ..Default::default() });
+    write_all(replica);
+}
+
+#[test]
+fn a_leader_knows_how_far_behind_the_others_are() {
+    let mut replica = elected();
+    let last = replica.status().last;
+    assert_eq!(replica.lags(), [(2, 0), (3, last)]);
+    assert!(replica.submit(&item(1), None));
+    write_all(&mut replica);
+    assert_eq!(replica.status().last, last + 1);
+    assert_eq!(replica.lags(), [(2, 1), (3, last + 1)]);
+    acknowledge(&mut replica, 3);
+    assert_eq!(replica.lags(), [(2, 1), (3, 0)]);
+}
+
+#[test]
+fn leadership_goes_to_the_voter_that_is_farthest() {
+    let mut replica = elected();
+    assert_eq!(replica.best_successor(), Some(2), "3 was not heard of");
+    assert!(replica.submit(&item(1), None));
+    write_all(&mut replica);
+    acknowledge(&mut replica, 3);
+    assert_eq!(replica.best_successor(), Some(3));
+    replica.admin(1, AdminRequest::Drain { on: true });
+    replica.handle_time(replica.now + LOOK);
+    let outputs = write_all(&mut replica);
+    assert!(outputs.events.contains(&NodeEvent::Admin(1, Ok(()))));
+    let told = |outgoing: &&Outgoing| match Frame::decode(outgoing.bytes.clone()) {
+        Ok(Frame::Raft { message, .. }) => message.msg_type == MessageType::MsgTimeoutNow,
+        _ => false,
+    };
+    let told: Vec<_> = outputs.frames.iter().filter(told).map(|outgoing| outgoing.to).collect();
+    assert_eq!(told, [3], "it may lead at once");
+}
+
+/// A follower does not wait for its whole timeout if the process of its leader is known to be gone.
+#[test]
+fn a_leader_whose_process_is_gone_is_replaced_soon() {
+    let wants_to_lead = |gone: RaftId, refused: bool| {
+        let mut replica = replica(&[1, 2, 3], 1);
+        let (from, msg_type) = (2, MessageType::MsgHeartbeat);
+        hear(&mut replica, Message { msg_type, from, term: 5, ..Default::default() });
+        write_all(&mut replica);
+        assert_eq!(replica.status().leader, Some(2));
+        replica.handle_unreachable(gone, refused);
+        replica.handle_time(Timestamp(1) + TICK);
+        message_types(&write_all(&mut replica)).contains(&MessageType::MsgRequestPreVote)
+    };
+    assert!(wants_to_lead(2, true));
+    assert!(!wants_to_lead(2, false), "the connection broke, that is all");
+    assert!(!wants_to_lead(3, true), "another one leads");
+}
+
+/// A node that an operator has drained leaves leading to others, but does not leave the cluster without a leader.
+#[test]
+fn a_drained_node_leads_only_if_nobody_else_does() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    replica.admin(1, AdminRequest::Drain { on: true });
+    assert!(replica.status().drained);
+    let mut now = Timestamp(1);
+    let mut wants_to_lead = |replica: &mut Replica, ticks: u32| {
+        let mut wants = false;
+        for _ in 0..ticks {
+            now = now + TICK;
+            replica.handle_time(now);
+            wants |= !message_types(&write_all(replica)).is_empty();
+        }
+        wants
+    };
+    assert!(!wants_to_lead(&mut replica, 500));
+    assert!(wants_to_lead(&mut replica, 500));
+}
+
+#[test]
+fn a_node_that_was_given_up_begins_another_run() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    replica.handle_event(Event::RunEnded(Run::new(2, 1)));
+    assert_eq!(replica.run(), Run::new(1, 1), "another node was given up");
+    replica.handle_event(Event::RunEnded(Run::new(1, 1)));
+    assert_eq!(replica.run(), Run::new(1, 2));
+}
+
+#[test]
+fn what_is_applied_is_not_sent_again() {
+    let (mut replica, now) = leader();
+    assert!(replica.submit(&item(1), None));
+    let unsent = |replica: &mut Replica| replica.accepting.unsent((9, 9), 0, now).len();
+    poll(&mut replica);
+    assert_eq!(unsent(&mut replica), 1, "another leader would have to be sent it");
+    write_all(&mut replica);
+    let mut next = leader().0;
+    assert!(next.submit(&item(1), None));
+    write_all(&mut next);
+    assert_eq!(unsent(&mut next), 0);
+}
+
+#[test]
+fn a_policy_is_answered_when_it_is_in_force() {
+    let (mut replica, _) = leader();
+    let mut policy = replica.machine().policy().cloned().expect("the cluster has begun");
+    policy.orphan_ttl = Span::from_secs(77);
+    replica.admin(5, AdminRequest::SetPolicy(Box::new(policy.clone())));
+    let answered = NodeEvent::Admin(5, Ok(()));
+    let outputs = poll(&mut replica);
+    assert!(!outputs.events.contains(&answered), "it is not written yet");
+    let [write] = &outputs.writes[..] else { panic!("one write") };
+    replica.handle_written(write.number);
+    assert!(write_all(&mut replica).events.contains(&answered));
+    assert_eq!(replica.machine().policy(), Some(&policy));
+}
+
+/// A snapshot of another member may know of a later start than this one: then the data directory is an old copy.
+#[test]
+fn a_snapshot_with_a_later_start_stops_the_node() {
+    // In this state member 1 is in its first run.
+    let data = Bytes::from(leader().0.machine().snapshot());
+    let install = |start| {
+        let mut replica = replica(&[1, 2, 3], start);
+        let mut metadata = replica.snapshot_metadata().clone();
+        metadata.index = 9;
+        replica.install(metadata, data.clone());
+        assert_eq!(replica.status().applied, 9);
+        let outputs = poll(&mut replica);
+        assert!(outputs.events.contains(&NodeEvent::Skipped));
+        assert_eq!(replica.run(), Run::new(1, start), "nobody gave it up");
+        outputs.fatal
+    };
+    assert!(install(0).is_some_and(|why| why.contains("later start")));
+    assert_eq!((install(1), install(2)), (None, None));
+}
+
+/// A frame counts only under the number of the member that sent it, and for the one that it names.
+#[test]
+fn a_message_is_heard_from_its_sender_only() {
+    let term_after = |from: RaftId, says: RaftId, to: RaftId| {
+        let mut replica = replica(&[1, 2, 3], 1);
+        let msg_type = MessageType::MsgHeartbeat;
+        let message = Message { msg_type, from: says, to, term: 5, ..Default::default() };
+        replica.handle_frame(from, Frame::Raft { time: Timestamp(0), message }.encode());
+        replica.status().term
+    };
+    assert_eq!(term_after(2, 2, 1), 5);
+    assert_eq!(term_after(2, 3, 1), 1, "2 speaks for 3");
+    assert_eq!(term_after(2, 2, 3), 1, "it is for 3");
+}
+
+/// A snapshot is what a member that applied the whole log would make, and the log behind it goes on.
+#[test]
+fn a_snapshot_is_made_of_the_one_before_and_the_log_since() {
+    let (mut replica, _) = leader();
+    for request in 1..4 {
+        replica.submit(&item(request), None);
+        write_all(&mut replica);
+        replica.admin(request, AdminRequest::Copy);
+        let mut outputs = write_all(&mut replica);
+        let job = outputs.snapshot_job.take().expect("a snapshot is made aside");
+        assert!(outputs.copies.is_empty(), "it is not made yet");
+        let made = job.run().expect("all is there");
+        assert!(made.data == replica.machine().snapshot());
+        assert_eq!(made.metadata.index, replica.status().applied);
+        replica.handle_snapshot(Some(made), &mut outputs);
+        assert_eq!(replica.status().snapshot, replica.status().applied);
+        replica.poll(&mut outputs);
+        let [(id, copy)] = &outputs.copies[..] else { panic!("one copy") };
+        assert_eq!((*id, copy.index), (request, replica.status().snapshot));
+        assert!(outputs.events.contains(&NodeEvent::Admin(request, Ok(()))));
+        write_all(&mut replica);
+    }
+}
