@@ -140,6 +140,7 @@ impl Replica {
         if self.reign.take().is_some() {
             tracing::info!("this node leads no more");
         }
+        self.answered.clear();
         self.expected.clear();
         self.proposals.clear();
         self.proposal_bytes = 0;

@@ -19,6 +19,8 @@ mod lead;
 pub mod log;
 pub mod machine;
 pub mod policy;
+#[cfg(test)]
+mod tests;
 mod transfer;
 pub mod types;
 pub mod version;
@@ -379,6 +381,8 @@ pub struct Replica {
     version_index: u64,
     stamped_at: Timestamp,
     heard: BTreeMap<RaftId, Timestamp>,
+    /// When a member last answered this leader, which shows that frames pass in both directions.
+    answered: BTreeMap<RaftId, Timestamp>,
     lost_proposed: Option<(Run, u64)>,
 
     // Writing.
@@ -487,6 +491,7 @@ impl Replica {
             version_index: 0,
             stamped_at: Timestamp(0),
             heard: BTreeMap::new(),
+            answered: BTreeMap::new(),
             lost_proposed: None,
             last_number: 0,
             unwritten: VecDeque::new(),
@@ -721,6 +726,7 @@ impl Replica {
         if !refused {
             return;
         }
+        self.answered.remove(&peer);
         match self.consensus.leader() {
             Some(leader) if leader == peer => self.lost_leader = Some(peer),
             Some(_) => return,
@@ -934,6 +940,13 @@ impl Replica {
         );
         let (term, commit) = (message.term, message.commit);
         let is_append = message.msg_type == MessageType::MsgAppend;
+        let is_answer = matches!(
+            message.msg_type,
+            MessageType::MsgAppendResponse | MessageType::MsgHeartbeatResponse
+        );
+        if is_answer && self.consensus.is_leader() && self.consensus.term() == term {
+            self.answered.insert(from, self.now);
+        }
         self.consensus.step(message);
         if from_leader && self.consensus.term() == term {
             self.lost_leader = None;

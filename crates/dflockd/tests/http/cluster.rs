@@ -1,6 +1,6 @@
 //! Three members: sessions that work through each of them, redirects, membership, and no majority.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflockd_testkit::http::{Ask, Reply, Wire};
 use dflockd_testkit::{Cluster, Node, Turn, eventually};
@@ -199,6 +199,30 @@ fn membership() {
         let stats = leader.get("/v1/stats").ok();
         (stats["cluster"]["voters"].as_array()?.len() == 2).then_some(())
     });
+}
+
+/// GUARANTEES 50 as an operator sees it.
+#[test]
+fn a_needed_voter_is_removed_by_force_only() {
+    let mut members = Members::start(3, &["--admin-token", ADMIN]);
+    let at = members.cluster.leader();
+    let [down, other] = members.cluster.others(at)[..] else { panic!("two") };
+    members.cluster.nodes[down].kill();
+    let killed = Instant::now();
+    // Until an election timeout has passed it counts as reachable.
+    eventually("it is missed", || killed.elapsed() > Duration::from_secs(2));
+    let leader = &members.places[at];
+    let delete = |query: &str| {
+        let path = format!("/v1/admin/voters/{}{query}", members.cluster.nodes[other].name);
+        leader.ask(Ask::new("DELETE", &path).admin(ADMIN))
+    };
+    for query in ["", "?force=false"] {
+        let refused = delete(query);
+        refused.refused(400, "remove_voter_failed");
+        let missing = format!("not reachable: {};", members.cluster.nodes[down].name);
+        assert!(refused.text().contains(&missing), "{}", refused.text());
+    }
+    assert_eq!(delete("?force=true").ok()["status"], "ok");
 }
 
 #[test]
