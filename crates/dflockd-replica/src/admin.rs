@@ -121,6 +121,25 @@ impl AdminRequest {
         if force { Self::ForceRemove { node } } else { Self::Remove { node } }
     }
 
+    /// The member that is to go, if one is.
+    fn removes(&self) -> Option<&str> {
+        match self {
+            Self::Remove { node } | Self::ForceRemove { node } => Some(node),
+            Self::Add { .. }
+            | Self::Promote { .. }
+            | Self::ForcePromote { .. }
+            | Self::Transfer { .. }
+            | Self::SetPolicy(_)
+            | Self::ChangePolicy { .. }
+            | Self::ChangeWholePolicy { .. }
+            | Self::Address { .. }
+            | Self::Finalize
+            | Self::Snapshot
+            | Self::Copy
+            | Self::Drain { .. } => None,
+        }
+    }
+
     /// The change of a policy that both members of a cluster of this version understand.
     #[must_use]
     pub fn change_policy(version: u32, from: Policy, to: Policy) -> Self {
@@ -199,6 +218,18 @@ impl Admins {
 
     pub(super) fn answered(&mut self, id: u64, result: AdminResult) -> Option<AdminResult> {
         self.asked.remove(&id).map(|_| result)
+    }
+
+    /// This node was removed: takes the requests that asked for the removal of somebody who `is_gone`, and are done by
+    /// that. The leader's answer to them may not come any more.
+    pub(super) fn removed(&mut self, is_gone: impl Fn(&str) -> bool) -> Vec<u64> {
+        let is_done = |asked: &Asked| asked.request.removes().is_some_and(&is_gone);
+        self.asked.extract_if(.., |_, asked| is_done(asked)).map(|(id, _)| id).collect()
+    }
+
+    /// Whether a request of this node is for the removal of a member.
+    pub(super) fn asks_to_remove(&self, id: u64, node: &str) -> bool {
+        self.asked.get(&id).is_some_and(|asked| asked.request.removes() == Some(node))
     }
 
     /// Gives up what took too long.

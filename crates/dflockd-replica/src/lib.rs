@@ -74,6 +74,9 @@ const BACKLOG_BYTES_MAX: usize = 64 << 20;
 /// Bytes waiting to be proposed at which a leader takes no more.
 const PENDING_BYTES_MAX: usize = 32 << 20;
 
+/// Why a node that is no member any more ends.
+const REMOVED: &str = "this node was removed from the cluster";
+
 /// Keys of what a node notes beside its log.
 pub mod note {
     /// Who the node is: a [`NodeIdentity`](crate::types::NodeIdentity).
@@ -650,9 +653,13 @@ impl Replica {
                 }
             }
             Frame::AdminReply { id, reply } => {
-                if let Ok(reply) = codec::unpack::<AdminResult>(&reply)
-                    && let Some(result) = self.admins.answered(id, reply)
-                {
+                let Ok(reply) = codec::unpack::<AdminResult>(&reply) else { return };
+                let own = self.machine.members().get(&self.id()).map(|member| &*member.node);
+                if reply.is_ok() && own.is_some_and(|node| self.admins.asks_to_remove(id, node)) {
+                    // Nobody sends the entry that says so any more.
+                    self.fatal = Some(REMOVED.into());
+                }
+                if let Some(result) = self.admins.answered(id, reply) {
                     self.queue.push(NodeEvent::Admin(id, result));
                 }
             }
@@ -1143,7 +1150,9 @@ impl Replica {
             Event::Members => {
                 let removed = self.machine.was_removed(self.id());
                 if removed && !self.machine.members().is_empty() {
-                    self.fatal = Some("this node was removed from the cluster".into());
+                    let done = self.admins.removed(|node| self.machine.is_retired(node));
+                    self.queue.extend(done.into_iter().map(|id| NodeEvent::Admin(id, Ok(()))));
+                    self.fatal = Some(REMOVED.into());
                 }
             }
             Event::Digest { index, digest } => {

@@ -300,6 +300,39 @@ fn promise_50_a_new_leader_does_not_take_silence_for_absence() {
     }
 }
 
+/// GUARANTEES 20: who is asked for its own removal says that it is done before it ends, leader or not.
+#[test]
+fn a_member_that_removes_itself_says_so() {
+    for is_leader in [true, false] {
+        let mut group = Group::new(3);
+        let leader = group.leader().unwrap();
+        let asked = if is_leader { leader } else { leader % 3 + 1 };
+        group.ask(asked, remove(asked, false)).unwrap();
+        group.run_until("it ends", |group| group.ended.contains_key(&asked));
+        assert_eq!(group.ended[&asked], REMOVED);
+    }
+}
+
+/// GUARANTEES 20: the entry that says so may never come to who was removed; the answer of the leader will do.
+#[test]
+fn a_member_that_hears_of_its_removal_ends() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let asked = leader % 3 + 1;
+    let reply = codec::pack(&AdminResult::Ok(())).into();
+    group.replica(asked).admin(7, remove(leader, false));
+    group.replica(asked).admin(8, remove(asked, false));
+    // Of somebody else's removal nothing follows.
+    group.replica(asked).handle_frame(leader, Frame::AdminReply { id: 7, reply }.encode());
+    group.poll(asked);
+    assert_eq!((group.answers.get(&7), group.ended.get(&asked)), (Some(&Ok(())), None));
+    let reply = codec::pack(&AdminResult::Ok(())).into();
+    group.replica(asked).handle_frame(leader, Frame::AdminReply { id: 8, reply }.encode());
+    group.poll(asked);
+    assert_eq!(group.answers.get(&8), Some(&Ok(())));
+    assert_eq!(group.ended[&asked], REMOVED);
+}
+
 /// GUARANTEES 50: a voter whose process is gone is not counted until it answers again, however lately it did.
 #[test]
 fn promise_50_a_process_that_is_gone_is_not_reachable() {

@@ -328,7 +328,7 @@ fn the_leader_can_be_removed() {
     let member = Arc::clone(&members[at].life().member);
     let asked = site.runtime.spawn(async move { member.admin(remove(&name)).await });
     site.check_removed(&mut members[at]);
-    drop(asked);
+    assert_eq!(site.runtime.block_on(asked).unwrap(), Ok(()), "it says so before it ends");
     eventually("one is left", || members[last].voters().len() == 1);
     members[last].connect().check("incr", "alone", "1", "ok 1");
     let name = members[last].name.clone();

@@ -201,6 +201,28 @@ fn membership() {
     });
 }
 
+/// GUARANTEES 20: a leader that is asked for its own removal hands over, goes and says so before its process ends.
+#[test]
+fn a_leader_that_is_removed_says_so() {
+    let mut members = Members::start(6, &["--admin-token", ADMIN]);
+    for left in (1..=5).rev() {
+        let at = members.cluster.leader();
+        let name = members.cluster.nodes[at].name.clone();
+        let delete = Ask::new("DELETE", &format!("/v1/admin/voters/{name}")).admin(ADMIN);
+        let reply = members.places[at].ask(delete);
+        assert_eq!(reply.ok(), json!({ "status": "ok", "node_id": name }), "{left} are to be left");
+        let mut node = members.cluster.nodes.remove(at);
+        let place = members.places.remove(at);
+        node.process().wait_for_end();
+        assert!(node.output().contains("was removed from the cluster"), "{}", node.output());
+        assert!(std::net::TcpStream::connect(place.http).is_err(), "it is gone");
+        eventually("the others know", || {
+            let stats = members.places[0].get("/v1/stats").ok();
+            (stats["cluster"]["voters"].as_array()?.len() == left).then_some(())
+        });
+    }
+}
+
 /// GUARANTEES 50 as an operator sees it.
 #[test]
 fn a_needed_voter_is_removed_by_force_only() {
