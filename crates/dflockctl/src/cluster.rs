@@ -70,6 +70,9 @@ pub(crate) enum ClusterVerb {
     Promote {
         /// Its node id.
         node: String,
+        /// Even if fewer voters than a majority are reachable then: the cluster may not be able to decide anything.
+        #[arg(long)]
+        force: bool,
         #[command(flatten)]
         change: Change,
     },
@@ -77,6 +80,9 @@ pub(crate) enum ClusterVerb {
     Remove {
         /// Its node id.
         node: String,
+        /// Even if fewer voters than a majority are reachable then: the cluster may not be able to decide anything.
+        #[arg(long)]
+        force: bool,
         #[command(flatten)]
         change: Change,
     },
@@ -164,7 +170,7 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             });
             task.change("add", arguments)?;
             if promote {
-                task.promote(&node)?;
+                task.promote(&node, false)?;
                 return task.print_result(
                     &format!("{node} votes"),
                     json!({ "node": node, "voter": true }),
@@ -180,14 +186,14 @@ pub(crate) fn run(verb: ClusterVerb, outer: &Settings) -> Result<Status, Failure
             let text = format!("{node} is a learner; {next}");
             task.print_result(&text, json!({ "node": node, "voter": false }))
         }
-        ClusterVerb::Promote { node, change } => {
+        ClusterVerb::Promote { node, force, change } => {
             let mut task = Task::new(change, outer)?;
-            task.promote(&node)?;
+            task.promote(&node, force)?;
             task.print_result(&format!("{node} votes"), json!({ "node": node, "voter": true }))
         }
-        ClusterVerb::Remove { node, change } => {
+        ClusterVerb::Remove { node, force, change } => {
             let mut task = Task::new(change, outer)?;
-            task.change("remove", json!({ "node": node }))?;
+            task.change("remove", whom(&node, force))?;
             task.print_result(&format!("{node} is no member any more"), json!({ "node": node }))
         }
         ClusterVerb::Transfer { node, change } => transfer(node, Task::new(change, outer)?),
@@ -240,8 +246,8 @@ impl Task {
     }
 
     /// Makes it a voter, and waits until it can serve.
-    fn promote(&mut self, node: &str) -> Result<(), Failure> {
-        self.change("promote", json!({ "node": node })).map_err(|failure| {
+    fn promote(&mut self, node: &str, force: bool) -> Result<(), Failure> {
+        self.change("promote", whom(node, force)).map_err(|failure| {
             let text = failure.to_string();
             if !text.contains("caught up") {
                 return failure;
@@ -301,6 +307,11 @@ impl Task {
         let none = || Failure::new(Status::No, format!("no member has the id {}", clean(node)));
         address.map(str::to_owned).ok_or_else(none)
     }
+}
+
+/// A server that knows no `force` refuses a request that names it, so it is named only where it is wanted.
+fn whom(node: &str, force: bool) -> Value {
+    if force { json!({ "node": node, "force": true }) } else { json!({ "node": node }) }
 }
 
 fn transfer(node: Option<String>, mut task: Task) -> Result<Status, Failure> {

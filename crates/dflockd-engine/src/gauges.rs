@@ -143,8 +143,9 @@ impl Gauges {
     pub(crate) fn asked(&self, request: &AdminRequest, result: &AdminResult) {
         let counts = match request {
             AdminRequest::Add { .. } => &self.added,
-            AdminRequest::Remove { .. } => &self.removed,
+            AdminRequest::Remove { .. } | AdminRequest::ForceRemove { .. } => &self.removed,
             AdminRequest::Promote { .. }
+            | AdminRequest::ForcePromote { .. }
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
             | AdminRequest::ChangePolicy { .. }

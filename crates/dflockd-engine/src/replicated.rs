@@ -234,10 +234,20 @@ impl Replicated {
     async fn ask_admin(&self, id: u64, request: AdminRequest) -> AdminResult {
         let (sender, receiver) = oneshot::channel();
         self.admins.lock().insert(id, sender);
+        if self.fatal.get().is_some() {
+            self.admins.lock().remove(&id);
+            return Err(self.stopped_because());
+        }
         self.enqueue(Input::Admin { id, request: request.clone() });
         let result = receiver.await.unwrap_or_else(|_| Err("this node is shutting down".into()));
         self.gauges.asked(&request, &result);
         result
+    }
+
+    /// What operators are told whose request this node will not answer.
+    fn stopped_because(&self) -> String {
+        let why = self.fatal.get().map_or("it is shutting down", String::as_str);
+        format!("this member stops: {why}; it may still happen, ask another one")
     }
 
     /// A copy of the whole state, with everything in it that was done before.
@@ -638,6 +648,11 @@ impl Replicated {
     pub(crate) fn fail(&self, why: String) {
         tracing::error!(why, "this member stops");
         let _ = self.fatal.set(why);
+        // Nothing comes of them here any more, and operators are to hear why.
+        let asked = std::mem::take(&mut *self.admins.lock());
+        asked.into_values().for_each(|sender| {
+            let _ = sender.send(Err(self.stopped_because()));
+        });
         self.failed.notify_waiters();
         self.failed.notify_one();
         self.combiner.end();

@@ -7,6 +7,10 @@
 //! removed for ever; one change at a time. A leader that is to be removed hands leadership over first. Numbers and
 //! names are never used again. Addresses are replicated. [`AdminRequest`] is the way in for the command `cluster`, HTTP
 //! and gRPC; what concerns one node (snapshot, drain) that node does itself.
+//!
+//! The leader refuses a promotion or a removal after which fewer voters than a majority would be reachable, unless the
+//! operator forces it: the cluster could decide nothing any more, not even to take the change back. A voter is
+//! reachable if it has answered the leader within an election timeout, and its process is not known to be gone.
 
 use std::collections::BTreeMap;
 
@@ -90,9 +94,52 @@ pub enum AdminRequest {
         /// What all decide by from now on.
         to: Box<WholePolicy>,
     },
+    /// [`AdminRequest::Remove`], even if fewer voters than a majority are reachable then. A leader that does not know
+    /// it yet leaves it unanswered.
+    ForceRemove {
+        /// Its name.
+        node: String,
+    },
+    /// [`AdminRequest::Promote`], even if fewer voters than a majority are reachable then. A leader that does not know
+    /// it yet leaves it unanswered.
+    ForcePromote {
+        /// Its name.
+        node: String,
+    },
 }
 
 impl AdminRequest {
+    /// The promotion of a learner.
+    #[must_use]
+    pub fn promote(node: String, force: bool) -> Self {
+        if force { Self::ForcePromote { node } } else { Self::Promote { node } }
+    }
+
+    /// The removal of a member.
+    #[must_use]
+    pub fn remove(node: String, force: bool) -> Self {
+        if force { Self::ForceRemove { node } } else { Self::Remove { node } }
+    }
+
+    /// The member that is to go, if one is.
+    fn removes(&self) -> Option<&str> {
+        match self {
+            Self::Remove { node } | Self::ForceRemove { node } => Some(node),
+            Self::Add { .. }
+            | Self::Promote { .. }
+            | Self::ForcePromote { .. }
+            | Self::Transfer { .. }
+            | Self::SetPolicy(_)
+            | Self::ChangePolicy { .. }
+            | Self::ChangeWholePolicy { .. }
+            | Self::Address { .. }
+            | Self::Finalize
+            | Self::Snapshot
+            | Self::Copy
+            | Self::Drain { .. } => None,
+        }
+    }
+
     /// The change of a policy that both members of a cluster of this version understand.
     #[must_use]
     pub fn change_policy(version: u32, from: Policy, to: Policy) -> Self {
@@ -171,6 +218,18 @@ impl Admins {
 
     pub(super) fn answered(&mut self, id: u64, result: AdminResult) -> Option<AdminResult> {
         self.asked.remove(&id).map(|_| result)
+    }
+
+    /// This node was removed: takes the requests that asked for the removal of somebody who `is_gone`, and are done by
+    /// that. The leader's answer to them may not come any more.
+    pub(super) fn removed(&mut self, is_gone: impl Fn(&str) -> bool) -> Vec<u64> {
+        let is_done = |asked: &Asked| asked.request.removes().is_some_and(&is_gone);
+        self.asked.extract_if(.., |_, asked| is_done(asked)).map(|(id, _)| id).collect()
+    }
+
+    /// Whether a request of this node is for the removal of a member.
+    pub(super) fn asks_to_remove(&self, id: u64, node: &str) -> bool {
+        self.asked.get(&id).is_some_and(|asked| asked.request.removes() == Some(node))
     }
 
     /// Gives up what took too long.
@@ -292,7 +351,9 @@ impl Replica {
             }
             AdminRequest::Add { .. }
             | AdminRequest::Promote { .. }
+            | AdminRequest::ForcePromote { .. }
             | AdminRequest::Remove { .. }
+            | AdminRequest::ForceRemove { .. }
             | AdminRequest::Transfer { .. }
             | AdminRequest::SetPolicy(_)
             | AdminRequest::ChangePolicy { .. }
@@ -351,6 +412,8 @@ impl Replica {
         if !self.is_open() || self.consensus.is_transferring() {
             return Decision::Later;
         }
+        let is_forced =
+            matches!(request, AdminRequest::ForcePromote { .. } | AdminRequest::ForceRemove { .. });
         let change = match request {
             AdminRequest::Add { node, peer_addr, client_addr, witness } => {
                 let member = Member { node, peer_addr, client_addr, witness, disk: None };
@@ -359,7 +422,9 @@ impl Replica {
                     Ok(()) => MemberChange::Add { raft_id: self.machine.next_raft_id(), member },
                 }
             }
-            AdminRequest::Promote { node } => match self.member(&node) {
+            AdminRequest::Promote { node } | AdminRequest::ForcePromote { node } => match self
+                .member(&node)
+            {
                 None => return refused(format!("no member has the id {node}")),
                 Some(raft_id) if self.consensus.is_voter(raft_id) => return Decision::Now(Ok(())),
                 Some(raft_id) => {
@@ -370,21 +435,13 @@ impl Replica {
                     MemberChange::Promote { raft_id }
                 }
             },
-            AdminRequest::Remove { node } => match self.member(&node) {
-                None if self.machine.is_retired(&node) => return Decision::Now(Ok(())),
-                None => return refused(format!("no member has the id {node}")),
-                Some(raft_id) if raft_id == self.id() => {
-                    // A leader can not remove itself: somebody else must lead first, and will be asked again.
-                    return match self.best_successor() {
-                        Some(to) => {
-                            self.consensus.transfer(to);
-                            Decision::Later
-                        }
-                        None => refused("nobody could lead after this node is gone".into()),
-                    };
+            AdminRequest::Remove { node } | AdminRequest::ForceRemove { node } => {
+                match self.member(&node) {
+                    None if self.machine.is_retired(&node) => return Decision::Now(Ok(())),
+                    None => return refused(format!("no member has the id {node}")),
+                    Some(raft_id) => MemberChange::Remove { raft_id },
                 }
-                Some(raft_id) => MemberChange::Remove { raft_id },
-            },
+            }
             AdminRequest::Transfer { to } => return self.decide_transfer(to),
             AdminRequest::SetPolicy(policy) => return self.order_policy(policy),
             AdminRequest::ChangePolicy { from, to } => return self.decide_policy(&from, to),
@@ -402,11 +459,62 @@ impl Replica {
         if self.consensus.has_pending_change() {
             return refused("another change of the membership is under way".into());
         }
+        if !is_forced && let Some(decision) = self.check_quorum_after(&change) {
+            return decision;
+        }
+        if change == (MemberChange::Remove { raft_id: self.id() }) {
+            // A leader can not remove itself: somebody else must lead first, and will be asked again.
+            return match self.best_successor() {
+                Some(to) => {
+                    self.consensus.transfer(to);
+                    Decision::Later
+                }
+                None => refused("nobody could lead after this node is gone".into()),
+            };
+        }
         if self.consensus.propose_change(&change) {
             Decision::At(self.consensus.last_index())
         } else {
             Decision::Later
         }
+    }
+
+    /// Refuses a change after which fewer voters than a majority would be reachable: nothing could be decided then.
+    fn check_quorum_after(&self, change: &MemberChange) -> Option<Decision> {
+        let mut voters = self.consensus.conf_state().voters;
+        match change {
+            MemberChange::Add { .. } => return None,
+            MemberChange::Promote { raft_id } => voters.push(*raft_id),
+            // What does not vote leaves all voters as they are.
+            MemberChange::Remove { raft_id } if !voters.contains(raft_id) => return None,
+            MemberChange::Remove { raft_id } => voters.retain(|voter| voter != raft_id),
+        }
+        if voters.is_empty() {
+            // Then it is the leader that would go, and it has no successor.
+            return None;
+        }
+        let majority = voters.len() / 2 + 1;
+        let (reachable, silent): (Vec<_>, Vec<_>) =
+            voters.into_iter().partition(|&voter| self.is_reachable(voter));
+        if reachable.len() >= majority {
+            return None;
+        }
+        if self.leads_newly() {
+            // Voters may not have had the time to answer this leader yet.
+            return Some(Decision::Later);
+        }
+        let name = |id: RaftId| match self.machine.members().get(&id) {
+            Some(member) => member.node.clone(),
+            None => id.to_string(),
+        };
+        let silent: Vec<String> = silent.into_iter().map(name).collect();
+        Some(refused(format!(
+            "{} of then {} voters would be reachable, fewer than a majority; not reachable: {}; bring them back first, \
+             or force the change (`--force` of dflockctl, `force` in the request)",
+            reachable.len(),
+            reachable.len() + silent.len(),
+            silent.join(", "),
+        )))
     }
 
     fn order(&mut self, order: &Order) -> Decision {
@@ -653,12 +761,16 @@ mod tests {
         };
         let v1 = || policy().with_v2(LimitsV2::default());
         for (request, number) in [
+            (AdminRequest::promote("c".into(), false), 1),
+            (AdminRequest::remove("c".into(), false), 2),
             (AdminRequest::Transfer { to: None }, 3),
             (AdminRequest::SetPolicy(Box::new(v1())), 4),
             (AdminRequest::Finalize, 6),
             (AdminRequest::Drain { on: true }, 9),
             (AdminRequest::change_policy(1, v1(), v1()), 10),
             (AdminRequest::change_policy(2, *policy(), *policy()), 11),
+            (AdminRequest::remove("c".into(), true), 12),
+            (AdminRequest::promote("c".into(), true), 13),
         ] {
             let bytes = codec::pack(&request);
             assert_eq!(bytes[0], number, "{request:?}");

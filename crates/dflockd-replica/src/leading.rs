@@ -61,6 +61,8 @@ pub(super) struct Leading {
     stamped_at: Timestamp,
     /// When each member was last heard of, in local time.
     heard: BTreeMap<RaftId, Timestamp>,
+    /// When each member last answered this leader, which shows that frames pass in both directions.
+    answered: BTreeMap<RaftId, Timestamp>,
 }
 
 /// The time as the leader of a term counts it.
@@ -108,6 +110,26 @@ impl Leading {
         self.heard = ended.heard;
         self.stamped_at = ended.stamped_at;
         ended.leadership.is_some()
+    }
+
+    /// A member has answered this leader.
+    pub(super) fn answered(&mut self, by: RaftId, now: Timestamp) {
+        self.answered.insert(by, now);
+    }
+
+    /// The process of a member is known to be gone.
+    pub(super) fn lose(&mut self, member: RaftId) {
+        self.answered.remove(&member);
+    }
+
+    /// Whether a member has answered this leader within a time.
+    pub(super) fn has_answered(&self, member: RaftId, within: Span, now: Timestamp) -> bool {
+        self.answered.get(&member).is_some_and(|&at| now.since(at) < within)
+    }
+
+    /// How long this node has led.
+    pub(super) fn leads_for(&self, now: Timestamp) -> Option<Span> {
+        self.leadership.as_ref().map(|leadership| now.since(leadership.since))
     }
 
     /// Cluster time, if the leadership is that of `term`.

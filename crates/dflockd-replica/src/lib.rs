@@ -78,6 +78,8 @@ mod reads;
 mod replica;
 mod requests;
 mod snapshots;
+#[cfg(test)]
+mod tests;
 mod transfer;
 pub mod types;
 pub mod version;
@@ -103,6 +105,9 @@ pub const TICK: Span = Span::from_millis(10);
 /// Why a node has no run left: the numbers that a member has are used up.
 pub const TOO_MANY_STARTS: &str =
     "this node was started too often; remove it and let a new one take its place";
+
+/// Why a node that is no member any more ends.
+const REMOVED: &str = "this node was removed from the cluster";
 
 /// Keys of what a node notes beside its log.
 pub mod note {

@@ -32,8 +32,8 @@ use super::transfer::Transfers;
 use super::types::{Member, RaftId, Run};
 use super::writing::Writing;
 use super::{
-    NodeEvent, Outgoing, Outputs, ReceivedSnapshot, ReplicaConfig, Status, TICK, apply_entry, note,
-    stamp_of,
+    NodeEvent, Outgoing, Outputs, REMOVED, ReceivedSnapshot, ReplicaConfig, Status, TICK,
+    apply_entry, note, stamp_of,
 };
 
 /// How often requests, reads, leadership, transfers and admin requests are looked after.
@@ -222,9 +222,13 @@ impl Replica {
                 }
             }
             Frame::AdminReply { id, reply } => {
-                if let Ok(reply) = codec::unpack::<AdminResult>(&reply)
-                    && let Some(result) = self.admins.answered(id, reply)
-                {
+                let Ok(reply) = codec::unpack::<AdminResult>(&reply) else { return };
+                let own = self.machine.members().get(&self.id()).map(|member| &*member.node);
+                if reply.is_ok() && own.is_some_and(|node| self.admins.asks_to_remove(id, node)) {
+                    // Nobody sends the entry that says so any more.
+                    self.fatal = Some(REMOVED.into());
+                }
+                if let Some(result) = self.admins.answered(id, reply) {
                     self.queue.push(NodeEvent::Admin(id, result));
                 }
             }
@@ -250,6 +254,9 @@ impl Replica {
     /// The connection to a member broke; `refused`: its process is gone.
     pub fn handle_unreachable(&mut self, peer: RaftId, refused: bool) {
         self.consensus.report_unreachable(peer);
+        if refused {
+            self.leading.lose(peer);
+        }
         if !refused || !self.candidacy.lose(peer, self.consensus.leader()) {
             return;
         }
@@ -438,6 +445,13 @@ impl Replica {
         );
         let is_append = message.msg_type == MessageType::MsgAppend;
         let (term, commit) = (message.term, is_append.then_some(message.commit));
+        let is_answer = matches!(
+            message.msg_type,
+            MessageType::MsgAppendResponse | MessageType::MsgHeartbeatResponse
+        );
+        if is_answer && self.consensus.is_leader() && self.consensus.term() == term {
+            self.leading.answered(from, self.now);
+        }
         self.consensus.step(message);
         if from_leader && self.consensus.term() == term {
             self.candidacy.hear_leader(commit);
@@ -612,7 +626,9 @@ impl Replica {
             Event::Members => {
                 let removed = self.machine.was_removed(self.id());
                 if removed && !self.machine.members().is_empty() {
-                    self.fatal = Some("this node was removed from the cluster".into());
+                    let done = self.admins.removed(|node| self.machine.is_retired(node));
+                    self.queue.extend(done.into_iter().map(|id| NodeEvent::Admin(id, Ok(()))));
+                    self.fatal = Some(REMOVED.into());
                 }
             }
             Event::Digest { index, digest } => {

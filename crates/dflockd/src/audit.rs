@@ -213,7 +213,7 @@ fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
             ),
             Via::Api(Api::Http) => {
                 let text = match *verb {
-                    "remove" => "member removed by an operator",
+                    "remove" | "force-remove" => "member removed by an operator",
                     _ => "member added by an operator",
                 };
                 tracing::info!(audit = true, %peer, node, done, "{text}");
@@ -239,7 +239,9 @@ fn how(verb: &'static str) -> &'static str {
     match verb {
         "add" => "added",
         "promote" => "promoted",
+        "force-promote" => "promoted by force",
         "remove" => "removed",
+        "force-remove" => "removed by force",
         "transfer" => "made leader",
         other => other,
     }

@@ -84,7 +84,9 @@ fn event_of(request: &AdminRequest) -> AuditEvent {
     let (verb, node) = match request {
         AdminRequest::Add { node, .. } => ("add", Some(node)),
         AdminRequest::Promote { node } => ("promote", Some(node)),
+        AdminRequest::ForcePromote { node } => ("force-promote", Some(node)),
         AdminRequest::Remove { node } => ("remove", Some(node)),
+        AdminRequest::ForceRemove { node } => ("force-remove", Some(node)),
         AdminRequest::Transfer { to } => ("transfer", to.as_ref()),
         AdminRequest::Address { node, .. } => ("address", Some(node)),
         AdminRequest::SetPolicy(_)
@@ -138,7 +140,7 @@ pub(crate) async fn add_voter(
     service: &Service,
     by: &By,
     add: AdminRequest,
-    node: String,
+    promote: AdminRequest,
 ) -> Result<(), String> {
     let event = event_of(&add);
     let result = async {
@@ -146,7 +148,7 @@ pub(crate) async fn add_voter(
         member.admin(add).await?;
         let deadline = Instant::now() + CATCH_UP;
         loop {
-            let result = member.admin(AdminRequest::Promote { node: node.clone() }).await;
+            let result = member.admin(promote.clone()).await;
             if result.is_ok() || Instant::now() >= deadline {
                 return result.map_err(|why| format!("{why}; it is a learner until you ask again"));
             }
@@ -159,8 +161,11 @@ pub(crate) async fn add_voter(
 }
 
 /// Removes a member for ever.
-pub(crate) async fn remove_voter(service: &Service, by: &By, node: String) -> Result<(), String> {
-    let remove = AdminRequest::Remove { node };
+pub(crate) async fn remove_voter(
+    service: &Service,
+    by: &By,
+    remove: AdminRequest,
+) -> Result<(), String> {
     let event = event_of(&remove);
     let member = service.engine.replicated().ok_or("there is no cluster")?;
     let result = member.admin(remove).await;
@@ -284,6 +289,7 @@ struct VerbArgs {
     peer_addr: Option<String>,
     client_addr: Option<String>,
     witness: bool,
+    force: bool,
     undo: bool,
     set: Option<Map<String, Value>>,
     offset: Option<usize>,
@@ -351,8 +357,8 @@ impl VerbArgs {
                 client_addr: check_address("client_addr", self.client_addr.as_deref())?,
                 witness: self.witness,
             },
-            "promote" => AdminRequest::Promote { node: node()? },
-            "remove" => AdminRequest::Remove { node: node()? },
+            "promote" => AdminRequest::promote(node()?, self.force),
+            "remove" => AdminRequest::remove(node()?, self.force),
             "transfer" => {
                 let to = self.node.is_some().then(node).transpose()?;
                 AdminRequest::Transfer { to }

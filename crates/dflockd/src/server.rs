@@ -198,7 +198,10 @@ impl Running {
         tokio::select! {
             () = told => {}
             why = self.service.engine.failed() => {
-                // Nothing is answered any more, so nobody is kept waiting for it.
+                self.stop_accepting.notify_one();
+                // The others are to see at once that this member is gone.
+                self.service.engine.stop();
+                let _ = tokio::time::timeout(LAST_MOMENT, self.tell_operators()).await;
                 self.line.close();
                 anyhow::bail!(why);
             }
@@ -213,6 +216,23 @@ impl Running {
         self.service.engine.stop();
         telemetry::stop(&self.service).await;
         Ok(())
+    }
+
+    /// Lets out what operators are told about a member that has failed: its removal may be what they asked for. Nobody
+    /// else is answered any more, so nobody is kept waiting for it.
+    async fn tell_operators(&self) {
+        self.service.operations.idle().await;
+        self.line.close();
+        let listeners = [
+            self.http.as_ref().map(|http| &http.listener),
+            self.grpc.as_ref().map(|grpc| &grpc.listener),
+        ];
+        let [http, grpc] = listeners.map(|listener| async move {
+            if let Some(listener) = listener {
+                listener.finish().await;
+            }
+        });
+        tokio::join!(http, grpc);
     }
 
     fn reload(&self) {

@@ -46,6 +46,10 @@ fn without_a_majority_every_verb_says_so() {
     let ran = dev.ctl(&["doctor", "--json"]).run().expect(2);
     assert!(found(&ran, "reach")[0][3].contains("dflockctl cluster remove n1"), "{ran:?}");
 
+    // GUARANTEES 50
+    let ran = dev.ctl(&["cluster", "remove", "n2"]).run();
+    ran.refused(1, "not reachable: n1; bring them back first, or force the change (`--force`");
+
     dev.kill(&dir, "n2");
     eventually("the last one has noticed", || {
         let ran = dev.ctl(&["cluster", "status"]).run().expect(69);

@@ -154,6 +154,28 @@ fn a_dead_node_is_replaced() {
     dev.end();
 }
 
+/// GUARANTEES 20: asked of nobody but the leader, which is gone after it.
+#[test]
+fn a_leader_is_removed_and_says_so() {
+    let dir = Dir::new();
+    let dev = Dev::start(&dir, &[]);
+    for left in [2, 1] {
+        let status = eventually("a leader", || {
+            let status = dev.json(&["cluster", "status"]);
+            (status["leader_id"] != "").then_some(status)
+        });
+        let leader = status["leader_id"].as_str().unwrap();
+        let mut members = status["members"].as_array().unwrap().iter();
+        let address = members.find(|member| member["node_id"] == leader).unwrap()["client_addr"]
+            .as_str()
+            .unwrap();
+        let ran = dev.ctl(&["cluster", "remove", leader, "--servers", address]).run().expect(0);
+        assert_eq!(ran.out, format!("{leader} is no member any more\n"), "{left} are to be left");
+        dev.running.wait_for_err(&format!("{leader} has ended"));
+    }
+    dev.end();
+}
+
 #[test]
 fn a_doctor_finds_what_is_wrong() {
     let dir = Dir::new();

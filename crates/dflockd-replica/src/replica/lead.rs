@@ -98,6 +98,17 @@ impl Replica {
         tracing::info!(term, "this node leads");
     }
 
+    /// Whether a member has answered this leader lately.
+    pub(crate) fn is_reachable(&self, id: RaftId) -> bool {
+        id == self.id() || self.leading.has_answered(id, self.election_timeout(), self.now)
+    }
+
+    /// Whether this node has led for such a short time that members may not have answered it yet.
+    pub(crate) fn leads_newly(&self) -> bool {
+        let leads_for = self.leading.leads_for(self.now);
+        leads_for.is_some_and(|leads_for| leads_for < self.election_timeout())
+    }
+
     fn end_leadership(&mut self) {
         if self.leading.end() {
             tracing::info!("this node leads no more");

@@ -6,9 +6,13 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
+
+/// How often it is looked whether all jobs are done.
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Something to be done.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
@@ -61,6 +65,13 @@ impl Pool {
             }
         }));
         receiver.await.ok()
+    }
+
+    /// Waits until no job runs.
+    pub(crate) async fn idle(&self) {
+        while self.state.lock().running > 0 {
+            tokio::time::sleep(IDLE_POLL_INTERVAL).await;
+        }
     }
 
     fn work(&self, mut job: Job) {
@@ -123,7 +134,7 @@ mod tests {
             let ran = Arc::clone(ran);
             move || ran.fetch_add(1, Ordering::SeqCst)
         };
-        let given_up = tokio::time::timeout(std::time::Duration::ZERO, pool.wait(job(&ran)));
+        let given_up = tokio::time::timeout(Duration::ZERO, pool.wait(job(&ran)));
         assert!(given_up.await.is_err());
         release.send(()).unwrap();
         assert_eq!(pool.wait(job(&ran)).await, Some(0));

@@ -328,7 +328,7 @@ fn the_leader_can_be_removed() {
     let member = Arc::clone(&members[at].life().member);
     let asked = site.runtime.spawn(async move { member.admin(remove(&name)).await });
     site.check_removed(&mut members[at]);
-    drop(asked);
+    assert_eq!(site.runtime.block_on(asked).unwrap(), Ok(()), "it says so before it ends");
     eventually("one is left", || members[last].voters().len() == 1);
     members[last].connect().check("incr", "alone", "1", "ok 1");
     let name = members[last].name.clone();
@@ -364,6 +364,42 @@ fn a_dead_node_is_replaced() {
     let mut client = new.connect();
     client.check("l", "lock", "0", "timeout");
     client.check("r", "lock", &token, "ok");
+}
+
+/// GUARANTEES 50: with one of three voters down, neither of the others may go. By force it goes, and then nothing is
+/// decided until the one that is down comes back.
+#[test]
+fn no_removal_leaves_fewer_reachable_voters_than_a_majority() {
+    let site = Site::new();
+    let mut members = site.grow();
+    let at = leader(&members);
+    let (down, other) = ((at + 1) % 3, (at + 2) % 3);
+    site.stop(&mut members[down]);
+    let stopped = Instant::now();
+    let mut client = members[at].connect();
+    let mut count = 0;
+    // Until an election timeout has passed it counts as reachable.
+    while stopped.elapsed() < Duration::from_millis(1500) {
+        count += 1;
+        client.check("incr", "count", "1", &format!("ok {count}"));
+    }
+    let why = format!("not reachable: {};", members[down].name);
+    let name = members[other].name.clone();
+    for asked in [at, other] {
+        site.refused(&members[asked], remove(&name), &why);
+    }
+    let leader_name = members[at].name.clone();
+    site.refused(&members[other], remove(&leader_name), &why);
+    assert!(members[at].leads(), "a refused removal leaves the leader where it is");
+    assert_eq!(members[at].voters().len(), 3);
+
+    site.admin(&members[at], AdminRequest::remove(name, true)).unwrap();
+    site.check_removed(&mut members[other]);
+    let heard = members[at].connect().try_ask("incr", "count", "1", millis(500));
+    assert!(heard.line().is_none(), "one of two voters decides nothing: {heard:?}");
+    site.start(&mut members[down]);
+    members[down].wait_until_ready();
+    assert_eq!(members[down].voters().len(), 2);
 }
 
 #[test]

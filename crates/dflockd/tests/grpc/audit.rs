@@ -122,7 +122,8 @@ async fn what_nobody_waits_for_is_audited() {
     for other in members.cluster.others(stays) {
         members.cluster.nodes[other].kill();
     }
-    let mut promote = admin(PromoteRequest { node: "node-a".into(), reason: reason() });
+    let mut promote =
+        admin(PromoteRequest { node: "node-a".into(), reason: reason(), force: false });
     promote.set_timeout(millis(200));
     link.cluster().promote(promote).await.unwrap_err();
     let told = eventually("it is written down", async || {

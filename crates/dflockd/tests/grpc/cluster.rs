@@ -136,7 +136,7 @@ async fn members_come_and_go() {
     link.cluster().add(admin(add)).await.unwrap();
     let found = roles(&link).await.into_iter().find(|(node, _)| node == "node-d");
     assert_eq!(found, Some(("node-d".to_owned(), MemberRole::Learner)));
-    let promote = || PromoteRequest { node: "node-d".into(), reason: reason() };
+    let promote = || PromoteRequest { node: "node-d".into(), reason: reason(), force: false };
     eventually("it has caught up", async || {
         link.cluster().promote(admin(promote())).await.ok().map(|_| ())
     })
@@ -147,7 +147,7 @@ async fn members_come_and_go() {
     });
     found.await;
     members.cluster.nodes.push(node);
-    let remove = RemoveRequest { node: "node-d".into(), reason: reason() };
+    let remove = RemoveRequest { node: "node-d".into(), reason: reason(), force: false };
     link.cluster().remove(admin(remove)).await.unwrap();
     assert_eq!(roles(&link).await.len(), 3);
     eventually("all of it is audited", async || {

@@ -1,6 +1,6 @@
 //! Three members: sessions that work through each of them, redirects, membership, and no majority.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflockd_testkit::http::{Ask, Reply, Wire};
 use dflockd_testkit::{Cluster, Node, Turn, eventually};
@@ -199,6 +199,52 @@ fn membership() {
         let stats = leader.get("/v1/stats").ok();
         (stats["cluster"]["voters"].as_array()?.len() == 2).then_some(())
     });
+}
+
+/// GUARANTEES 20: a leader that is asked for its own removal hands over, goes and says so before its process ends.
+#[test]
+fn a_leader_that_is_removed_says_so() {
+    let mut members = Members::start(6, &["--admin-token", ADMIN]);
+    for left in (1..=5).rev() {
+        let at = members.cluster.leader();
+        let name = members.cluster.nodes[at].name.clone();
+        let delete = Ask::new("DELETE", &format!("/v1/admin/voters/{name}")).admin(ADMIN);
+        let reply = members.places[at].ask(delete);
+        assert_eq!(reply.ok(), json!({ "status": "ok", "node_id": name }), "{left} are to be left");
+        let mut node = members.cluster.nodes.remove(at);
+        let place = members.places.remove(at);
+        node.process().wait_for_end();
+        assert!(node.output().contains("was removed from the cluster"), "{}", node.output());
+        assert!(std::net::TcpStream::connect(place.http).is_err(), "it is gone");
+        eventually("the others know", || {
+            let stats = members.places[0].get("/v1/stats").ok();
+            (stats["cluster"]["voters"].as_array()?.len() == left).then_some(())
+        });
+    }
+}
+
+/// GUARANTEES 50 as an operator sees it.
+#[test]
+fn a_needed_voter_is_removed_by_force_only() {
+    let mut members = Members::start(3, &["--admin-token", ADMIN]);
+    let at = members.cluster.leader();
+    let [down, other] = members.cluster.others(at)[..] else { panic!("two") };
+    members.cluster.nodes[down].kill();
+    let killed = Instant::now();
+    // Until an election timeout has passed it counts as reachable.
+    eventually("it is missed", || killed.elapsed() > Duration::from_secs(2));
+    let leader = &members.places[at];
+    let delete = |query: &str| {
+        let path = format!("/v1/admin/voters/{}{query}", members.cluster.nodes[other].name);
+        leader.ask(Ask::new("DELETE", &path).admin(ADMIN))
+    };
+    for query in ["", "?force=false"] {
+        let refused = delete(query);
+        refused.refused(400, "remove_voter_failed");
+        let missing = format!("not reachable: {};", members.cluster.nodes[down].name);
+        assert!(refused.text().contains(&missing), "{}", refused.text());
+    }
+    assert_eq!(delete("?force=true").ok()["status"], "ok");
 }
 
 #[test]

@@ -81,9 +81,10 @@ impl Cluster for Services {
         request: Request<PromoteRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
         self.0.check_admin(&request).await?;
-        let (peer, PromoteRequest { node, reason }) = open(request)?;
+        let (peer, PromoteRequest { node, reason, force }) = open(request)?;
         check_node(&node)?;
-        self.0.change(peer, AdminAction::Ask(AdminRequest::Promote { node }), &reason).await
+        let action = AdminAction::Ask(AdminRequest::promote(node, force));
+        self.0.change(peer, action, &reason).await
     }
 
     async fn remove(
@@ -91,9 +92,10 @@ impl Cluster for Services {
         request: Request<RemoveRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
         self.0.check_admin(&request).await?;
-        let (peer, RemoveRequest { node, reason }) = open(request)?;
+        let (peer, RemoveRequest { node, reason, force }) = open(request)?;
         check_node(&node)?;
-        self.0.change(peer, AdminAction::Ask(AdminRequest::Remove { node }), &reason).await
+        let action = AdminAction::Ask(AdminRequest::remove(node, force));
+        self.0.change(peer, action, &reason).await
     }
 
     async fn transfer(

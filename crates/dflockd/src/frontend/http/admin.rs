@@ -167,6 +167,16 @@ struct AddVoter {
     client_addr: String,
     /// It keeps the log, but no state.
     witness: Option<bool>,
+    /// It votes even if fewer voters than a majority are reachable then.
+    force: Option<bool>,
+}
+
+/// How a member is removed.
+#[derive(Deserialize, utoipa::IntoParams)]
+#[into_params(parameter_in = Query)]
+struct HowToRemove {
+    /// Even if fewer voters than a majority are reachable then.
+    force: Option<bool>,
 }
 
 /// What was done to whom.
@@ -198,22 +208,22 @@ async fn add_voter(
     Json(body): Json<AddVoter>,
 ) -> Result<Response, ApiError> {
     check_cluster(&app)?;
-    let AddVoter { node_id, raft_addr, client_addr, witness } = body;
+    let AddVoter { node_id, raft_addr, client_addr, witness, force } = body;
     if !is_node(&node_id) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
     if !is_address(&raft_addr) || !is_address(&client_addr) {
         return Err(ApiError::bad_request("an address is host:port"));
     }
-    let node = node_id.clone();
+    let promote = AdminRequest::promote(node_id.clone(), force.unwrap_or(false));
     let add = AdminRequest::Add {
-        node: node.clone(),
+        node: node_id.clone(),
         peer_addr: raft_addr,
         client_addr,
         witness: witness.unwrap_or(false),
     };
     let added = run_detached(async move {
-        operate::add_voter(&app.service, &By::address(Api::Http, peer), add, node).await
+        operate::add_voter(&app.service, &By::address(Api::Http, peer), add, promote).await
     });
     let result = added.await.ok_or_else(ApiError::internal)?;
     told(result, node_id, "add_voter_failed")
@@ -227,7 +237,8 @@ async fn add_voter(
     params(
         NeedsAdmin,
         ("id" = String, Path, description = "The name of the member.", min_length = 1, max_length = 64,
-            pattern = "^[A-Za-z0-9._-]+$")
+            pattern = "^[A-Za-z0-9._-]+$"),
+        HowToRemove
     ),
     responses(
         (status = 200, description = "It is no member. Repeating the request changes nothing.", body = Voter),
@@ -240,14 +251,15 @@ async fn remove_voter(
     State(app): State<Shared>,
     Peer(peer, _): Peer,
     Id(node): Id,
+    Query(how): Query<HowToRemove>,
 ) -> Result<Response, ApiError> {
     check_cluster(&app)?;
     if !is_node(&node) {
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
-    let removed = node.clone();
+    let remove = AdminRequest::remove(node.clone(), how.force.unwrap_or(false));
     let removal = run_detached(async move {
-        operate::remove_voter(&app.service, &By::address(Api::Http, peer), removed).await
+        operate::remove_voter(&app.service, &By::address(Api::Http, peer), remove).await
     });
     let result = removal.await.ok_or_else(ApiError::internal)?;
     told(result, node, "remove_voter_failed")

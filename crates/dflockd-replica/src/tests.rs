@@ -1,0 +1,350 @@
+//! Several replicas in one thread over perfect links and disks, for what members decide together. Faults are for the
+//! simulator.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
+
+use super::admin::{AdminRequest, AdminResult};
+use super::codec::Frame;
+use super::log::{Recovered, StoredSnapshot};
+use super::types::AutoRelease;
+use super::*;
+
+const ELECTION_TICKS: usize = 50;
+
+/// Members of one cluster, and who of them is cut off.
+struct Group {
+    replicas: BTreeMap<RaftId, Replica>,
+    away: BTreeSet<RaftId>,
+    now: Timestamp,
+    frames: VecDeque<(RaftId, Outgoing)>,
+    answers: BTreeMap<u64, AdminResult>,
+    ended: BTreeMap<RaftId, String>,
+    last_admin: u64,
+}
+
+/// `n1`, `n2`, ...
+fn name(id: RaftId) -> String {
+    format!("n{id}")
+}
+
+fn member(id: RaftId) -> Member {
+    let node = name(id);
+    let (peer_addr, client_addr) = (format!("{node}:1"), format!("{node}:2"));
+    Member { node, peer_addr, client_addr, witness: false, disk: None }
+}
+
+impl Group {
+    /// A new cluster of so many voters, with a leader.
+    fn new(voters: u64) -> Self {
+        let mut group = Self {
+            replicas: BTreeMap::new(),
+            away: BTreeSet::new(),
+            now: Timestamp(1),
+            frames: VecDeque::new(),
+            answers: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            last_admin: 0,
+        };
+        for id in 1..=voters {
+            group.start(id, voters);
+        }
+        group.run_until("a leader", |group| group.leader().is_some());
+        group
+    }
+
+    /// Starts a member of a new cluster of so many voters, or one that knows nothing.
+    fn start(&mut self, id: RaftId, voters: u64) {
+        let snapshot = (voters > 0).then(|| {
+            let members: BTreeMap<_, _> = (1..=voters).map(|id| (id, member(id))).collect();
+            let voters = members.keys().copied().collect();
+            let mut metadata = SnapshotMetadata { index: 1, term: 1, ..Default::default() };
+            metadata.set_conf_state(ConfState { voters, ..Default::default() });
+            let data = Machine::new([7; 16], members).snapshot().into();
+            StoredSnapshot { metadata, data, digest: [0; 32] }
+        });
+        let hard_state = match &snapshot {
+            Some(_) => HardState { term: 1, commit: 1, ..Default::default() },
+            None => HardState::default(),
+        };
+        let notes = BTreeMap::new();
+        let recovered = Recovered { hard_state, notes, snapshot, entries: Vec::new(), cut: false };
+        let policy = Policy { auto_release: AutoRelease::Clean, ..Policy::default() };
+        let config = ReplicaConfig {
+            raft: RaftConfig {
+                id,
+                election_ticks: ELECTION_TICKS,
+                heartbeat_ticks: ELECTION_TICKS / 10,
+                seed: 1,
+            },
+            witness: false,
+            policy,
+            fence: 1,
+            seed: 1,
+            run: Run::new(id, 1),
+            start: Start {
+                disk: id,
+                client_addr: format!("{}:2", name(id)),
+                version: version::NEWEST,
+                witness: false,
+            },
+            snapshot_entries: 1000,
+            snapshot_bytes: 1 << 20,
+        };
+        self.replicas.insert(id, Replica::new(config, recovered, self.now).unwrap());
+    }
+
+    /// One tick for all, and all that follows from it.
+    fn tick(&mut self) {
+        self.now = self.now + TICK;
+        for id in self.ids() {
+            let now = self.now;
+            self.replica(id).handle_time(now);
+            self.poll(id);
+        }
+        while let Some((from, frame)) = self.frames.pop_front() {
+            let is_cut = self.away.contains(&from) || self.away.contains(&frame.to);
+            if !is_cut && self.replicas.contains_key(&frame.to) {
+                self.replica(frame.to).handle_frame(from, frame.bytes);
+                self.poll(frame.to);
+            }
+        }
+    }
+
+    fn poll(&mut self, id: RaftId) {
+        let mut outputs = Outputs::default();
+        let replica = self.replicas.get_mut(&id).expect("it runs");
+        replica.poll(&mut outputs);
+        while let Some(write) = outputs.writes.pop() {
+            replica.handle_written(write.number);
+            replica.poll(&mut outputs);
+        }
+        if let Some(job) = outputs.snapshot_job.take() {
+            replica.handle_snapshot(Some(job.run().unwrap()), &mut outputs);
+            replica.poll(&mut outputs);
+        }
+        self.frames.extend(outputs.frames.into_iter().map(|frame| (id, frame)));
+        for event in outputs.events {
+            if let NodeEvent::Admin(number, result) = event {
+                self.answers.insert(number, result);
+            }
+        }
+        if let Some(why) = outputs.fatal {
+            self.ended.insert(id, why);
+            self.replicas.remove(&id);
+        }
+    }
+
+    fn ids(&self) -> Vec<RaftId> {
+        self.replicas.keys().copied().collect()
+    }
+
+    fn replica(&mut self, id: RaftId) -> &mut Replica {
+        self.replicas.get_mut(&id).expect("it runs")
+    }
+
+    /// Who leads and can be talked to.
+    fn leader(&self) -> Option<RaftId> {
+        let mut here = self.replicas.iter().filter(|(id, _)| !self.away.contains(id));
+        here.find(|(_, replica)| replica.is_open()).map(|(&id, _)| id)
+    }
+
+    #[track_caller]
+    fn run_until(&mut self, what: &str, mut is_so: impl FnMut(&Self) -> bool) {
+        // Two minutes of its time.
+        for _ in 0..12_000 {
+            if is_so(self) {
+                return;
+            }
+            self.tick();
+        }
+        panic!("never: {what}");
+    }
+
+    /// Long enough for a leader to know who does not answer.
+    fn pass_election_timeout(&mut self) {
+        for _ in 0..2 * ELECTION_TICKS {
+            self.tick();
+        }
+    }
+
+    /// What comes of a request to a member.
+    #[track_caller]
+    fn ask(&mut self, of: RaftId, request: AdminRequest) -> AdminResult {
+        self.last_admin += 1;
+        let number = self.last_admin;
+        self.replica(of).admin(number, request);
+        self.run_until("an answer", |group| group.answers.contains_key(&number));
+        self.answers.remove(&number).expect("just seen")
+    }
+
+    fn voters(&self, of: RaftId) -> Vec<RaftId> {
+        self.replicas[&of].conf_state().voters
+    }
+
+    /// That a request is refused because of these voters, and changes nothing.
+    #[track_caller]
+    fn check_refused(&mut self, of: RaftId, request: AdminRequest, silent: &[RaftId]) {
+        let before = self.voters(of);
+        let why = self.ask(of, request).unwrap_err();
+        let names: Vec<String> = silent.iter().copied().map(name).collect();
+        assert!(why.contains(&format!("not reachable: {};", names.join(", "))), "{why}");
+        assert!(why.contains("force"), "{why}");
+        self.pass_election_timeout();
+        assert_eq!(self.voters(of), before);
+    }
+
+    /// A learner that has caught up.
+    fn add_learner(&mut self, of: RaftId) -> RaftId {
+        let id = self.replicas[&of].machine().next_raft_id();
+        let Member { node, peer_addr, client_addr, witness, .. } = member(id);
+        let add = AdminRequest::Add { node, peer_addr, client_addr, witness };
+        self.ask(of, add).unwrap();
+        self.start(id, 0);
+        self.run_until("it has caught up", |group| {
+            group.replicas[&id].status().applied >= group.replicas[&of].status().commit
+        });
+        id
+    }
+}
+
+fn remove(id: RaftId, force: bool) -> AdminRequest {
+    AdminRequest::remove(name(id), force)
+}
+
+fn promote(id: RaftId, force: bool) -> AdminRequest {
+    AdminRequest::promote(name(id), force)
+}
+
+/// GUARANTEES 50: a voter that is not needed to reach a majority may go, one that is needed may not.
+#[test]
+fn promise_50_no_removal_leaves_fewer_reachable_voters_than_a_majority() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let others: Vec<RaftId> = group.ids().into_iter().filter(|&id| id != leader).collect();
+    let (here, away) = (others[0], others[1]);
+    group.away.insert(away);
+    group.pass_election_timeout();
+    // Of two voters both must be there. The leader hands nothing over before it refuses.
+    group.check_refused(leader, remove(here, false), &[away]);
+    group.check_refused(here, remove(here, false), &[away]);
+    group.check_refused(here, remove(leader, false), &[away]);
+    assert_eq!(group.leader(), Some(leader));
+    // The one that is not there is not missed.
+    group.ask(leader, remove(away, false)).unwrap();
+    assert_eq!(group.voters(leader).len(), 2);
+    // The leader is not counted when it is the one that goes.
+    group.ask(here, remove(leader, false)).unwrap();
+    assert_eq!(group.voters(here), [here]);
+}
+
+/// GUARANTEES 50: a voter more may raise the majority above what is reachable.
+#[test]
+fn promise_50_no_promotion_raises_the_majority_above_the_reachable_voters() {
+    let mut group = Group::new(1);
+    let learner = group.add_learner(1);
+    group.away.insert(learner);
+    group.pass_election_timeout();
+    group.check_refused(1, promote(learner, false), &[learner]);
+    group.away.clear();
+    group.pass_election_timeout();
+    group.ask(1, promote(learner, false)).unwrap();
+    assert_eq!(group.voters(1), [1, learner]);
+
+    // With one of three away a fourth is needed for the majority of four, so it must be there itself.
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let learner = group.add_learner(leader);
+    let away = if leader == 1 { 2 } else { 1 };
+    group.away.extend([away, learner]);
+    group.pass_election_timeout();
+    group.check_refused(leader, promote(learner, false), &[away, learner]);
+    group.away.remove(&learner);
+    group.pass_election_timeout();
+    group.ask(leader, promote(learner, false)).unwrap();
+    assert_eq!(group.voters(leader).len(), 4);
+}
+
+/// GUARANTEES 50: an operator who says so gets it all the same. The members that do not vote are nobody's majority.
+#[test]
+fn promise_50_a_forced_change_is_made() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let learner = group.add_learner(leader);
+    let others: Vec<RaftId> = (1..=3).filter(|&id| id != leader).collect();
+    group.away.insert(others[1]);
+    group.pass_election_timeout();
+    group.ask(leader, remove(learner, false)).unwrap();
+    group.check_refused(leader, remove(others[0], false), &[others[1]]);
+    group.ask(leader, remove(others[0], true)).unwrap();
+    assert!(!group.voters(leader).contains(&others[0]));
+
+    let mut group = Group::new(1);
+    let learner = group.add_learner(1);
+    group.away.insert(learner);
+    group.pass_election_timeout();
+    group.ask(1, promote(learner, true)).unwrap();
+    assert_eq!(group.voters(1), [1, learner]);
+}
+
+/// GUARANTEES 50: a leader that has just begun waits for answers instead of refusing what it can not know yet.
+#[test]
+fn promise_50_a_new_leader_does_not_take_silence_for_absence() {
+    for step in [1, 2] {
+        let mut group = Group::new(3);
+        let leader = group.leader().unwrap();
+        let to = leader % 3 + 1;
+        group.ask(leader, AdminRequest::Transfer { to: Some(name(to)) }).unwrap();
+        group.run_until("it leads", |group| group.replicas[&to].status().role == "leader");
+        group.ask(to, remove((to + step - 1) % 3 + 1, false)).unwrap();
+    }
+}
+
+/// GUARANTEES 20: who is asked for its own removal says that it is done before it ends, leader or not.
+#[test]
+fn a_member_that_removes_itself_says_so() {
+    for is_leader in [true, false] {
+        let mut group = Group::new(3);
+        let leader = group.leader().unwrap();
+        let asked = if is_leader { leader } else { leader % 3 + 1 };
+        group.ask(asked, remove(asked, false)).unwrap();
+        group.run_until("it ends", |group| group.ended.contains_key(&asked));
+        assert_eq!(group.ended[&asked], REMOVED);
+    }
+}
+
+/// GUARANTEES 20: the entry that says so may never come to who was removed; the answer of the leader will do.
+#[test]
+fn a_member_that_hears_of_its_removal_ends() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let asked = leader % 3 + 1;
+    let reply = codec::pack(&AdminResult::Ok(())).into();
+    group.replica(asked).admin(7, remove(leader, false));
+    group.replica(asked).admin(8, remove(asked, false));
+    // Of somebody else's removal nothing follows.
+    group.replica(asked).handle_frame(leader, Frame::AdminReply { id: 7, reply }.encode());
+    group.poll(asked);
+    assert_eq!((group.answers.get(&7), group.ended.get(&asked)), (Some(&Ok(())), None));
+    let reply = codec::pack(&AdminResult::Ok(())).into();
+    group.replica(asked).handle_frame(leader, Frame::AdminReply { id: 8, reply }.encode());
+    group.poll(asked);
+    assert_eq!(group.answers.get(&8), Some(&Ok(())));
+    assert_eq!(group.ended[&asked], REMOVED);
+}
+
+/// GUARANTEES 50: a voter whose process is gone is not counted until it answers again, however lately it did.
+#[test]
+fn promise_50_a_process_that_is_gone_is_not_reachable() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let (here, gone) = (leader % 3 + 1, (leader + 1) % 3 + 1);
+    group.pass_election_timeout();
+    group.away.insert(gone);
+    group.replica(leader).handle_unreachable(gone, true);
+    group.check_refused(leader, remove(here, false), &[gone]);
+    group.away.clear();
+    group.pass_election_timeout();
+    group.ask(leader, remove(here, false)).unwrap();
+}
