@@ -4,9 +4,9 @@
 //! A request without an answer may take effect at any time after it was sent, or never. A hold may end by itself as
 //! soon as its lease may be over by the fastest clock, its client gave it up, or somebody ended its session.
 //!
-//! Left out: entries with a time to live, lists from which an item was popped and put back, locks that end with
-//! connections (`auto-release any`), answers of waits that ended in vain, and keys with very many requests, or lists with
-//! many that were not answered.
+//! Left out: entries with a time to live, lists from which an item was popped and put back or with many requests that
+//! were not answered, locks that end with connections (`auto-release any`), waits that ended in vain, and keys with
+//! very many requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 
