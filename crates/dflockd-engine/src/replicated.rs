@@ -952,6 +952,19 @@ impl Replicated {
         view.version = machine.version();
     }
 
+    /// Admits only a member with the data directory that this member is known to have.
+    pub(crate) fn admit_known(&self, peer: &Identity) -> Result<(), String> {
+        self.admit(peer)?;
+        let view = self.view.lock();
+        match view.members.get(&peer.raft_id) {
+            Some(member) if member.disk == Some(peer.disk) => Ok(()),
+            Some(_) | None => Err(format!(
+                "{} is no member that this cluster knows by its data directory, and presents the id of its beginning",
+                peer.node
+            )),
+        }
+    }
+
     pub(crate) fn admit(&self, peer: &Identity) -> Result<(), String> {
         let view = self.view.lock();
         if view.members.is_empty() {

@@ -91,7 +91,7 @@ impl Replica {
                 Order::Tick => self.tick_index = last,
                 Order::NodeLost { run } => self.lost_proposed = Some((run, last)),
                 Order::Policy(_) => self.policy_proposed(last),
-                Order::Version { .. } => self.version_index = last,
+                Order::Version { .. } | Order::ClusterId { .. } => self.version_index = last,
                 Order::Init { .. }
                 | Order::NewTerm
                 | Order::Digest { .. }
@@ -168,6 +168,9 @@ impl Replica {
             );
             let policy = policy.clone().with_v2(self.config.policy.limits.v2());
             orders.push(Order::Policy(Box::new(policy)));
+        } else if self.machine.lacks_name() {
+            tracing::info!("the cluster gets a name of its own");
+            orders.push(Order::ClusterId { id: self.config.cluster });
         }
     }
 

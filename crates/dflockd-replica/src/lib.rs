@@ -42,7 +42,7 @@ pub use self::consensus::{Gone, RaftConfig, change_of};
 use self::log::{LogBatch, Recovered};
 use self::machine::{Event, Machine};
 use self::transfer::{Complete, Transfers};
-use self::types::{Action, Item, Member, Order, Policy, RaftId, Run, Start};
+use self::types::{Action, Bits128, Item, Member, Order, Policy, RaftId, Run, Start};
 
 /// One tick of Raft's clock.
 pub const TICK: Span = Span::from_millis(10);
@@ -99,6 +99,8 @@ pub struct ReplicaConfig {
     pub fence: u64,
     /// Of the hash maps, likewise.
     pub seed: u64,
+    /// The name of the cluster, if this node leads when it gets one of its own.
+    pub cluster: Bits128,
     /// This life.
     pub run: Run,
     /// What is told about it.
