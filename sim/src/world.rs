@@ -461,6 +461,7 @@ impl World {
             },
             fence: 1000,
             seed,
+            cluster: u128::from(seed).to_le_bytes(),
             run,
             start: Start {
                 disk: node.disk_id,

@@ -387,6 +387,7 @@ fn order_name(order: &dflockd_replica::types::Order) -> String {
         Order::Digest { index, .. } => format!("Digest (of entry {index})"),
         Order::Address { raft_id, peer_addr } => format!("Address (member {raft_id}: {peer_addr})"),
         Order::Version { version } => format!("Version {version}"),
+        Order::ClusterId { id } => format!("ClusterId {:032x}", u128::from_be_bytes(*id)),
     }
 }
 

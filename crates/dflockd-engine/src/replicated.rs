@@ -644,6 +644,10 @@ impl Replicated {
         self.view.lock().admit(peer)
     }
 
+    pub(super) fn admit_known(&self, peer: &Identity) -> Result<(), String> {
+        self.view.lock().admit_known(peer)
+    }
+
     /// The node can not go on.
     pub(crate) fn fail(&self, why: String) {
         tracing::error!(why, "this member stops");

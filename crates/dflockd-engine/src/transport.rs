@@ -149,6 +149,10 @@ pub trait Handler: Send + Sync {
     /// Who we are. Asked at every handshake; the node id must not change.
     fn identity(&self) -> Identity;
 
+    /// Who we were before our cluster had its name, if `peer` presents the name before it: a member that has not heard
+    /// of the new one is spoken to as that. An error says why `peer` is none.
+    fn former_identity(&self, peer: &Identity) -> Option<Result<Identity, String>>;
+
     /// Whether `peer` may talk to us, or we to it. Asked for dialed and accepted connections, when
     /// `peer` has proven its identity and its cluster is ours, or one of us has none yet. The reason
     /// of a refusal goes to the logs of both sides.

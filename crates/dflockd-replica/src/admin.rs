@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::codec::{self, Frame};
 use super::machine::Machine;
 use super::types::{Member, MemberChange, Order, Policy, RaftId, Run, WholePolicy};
+use super::version;
 use super::{NodeEvent, Outgoing, Outputs, Replica, StateCopy};
 
 /// How long a request may take.
@@ -94,14 +95,12 @@ pub enum AdminRequest {
         /// What all decide by from now on.
         to: Box<WholePolicy>,
     },
-    /// [`AdminRequest::Remove`], even if fewer voters than a majority are reachable then. A leader that does not know
-    /// it yet leaves it unanswered.
+    /// [`AdminRequest::Remove`], even if fewer voters than a majority are reachable then.
     ForceRemove {
         /// Its name.
         node: String,
     },
-    /// [`AdminRequest::Promote`], even if fewer voters than a majority are reachable then. A leader that does not know
-    /// it yet leaves it unanswered.
+    /// [`AdminRequest::Promote`], even if fewer voters than a majority are reachable then.
     ForcePromote {
         /// Its name.
         node: String,
@@ -119,6 +118,23 @@ impl AdminRequest {
     #[must_use]
     pub fn remove(node: String, force: bool) -> Self {
         if force { Self::ForceRemove { node } } else { Self::Remove { node } }
+    }
+
+    /// The same for a leader that reads this version. Its program may be one that forces every change, and that knows
+    /// no other word for it.
+    fn for_reader(&self, version: u32) -> Self {
+        let is_older = version < version::NAMED;
+        if let Self::ForceRemove { node } = self
+            && is_older
+        {
+            return Self::Remove { node: node.clone() };
+        }
+        if let Self::ForcePromote { node } = self
+            && is_older
+        {
+            return Self::Promote { node: node.clone() };
+        }
+        self.clone()
     }
 
     /// The member that is to go, if one is.
@@ -306,7 +322,8 @@ impl Replica {
             if leader == own {
                 mine.push((id, asked.request.clone()));
             } else {
-                let request = codec::pack(&asked.request).into();
+                let reads = self.machine.versions().get(&leader).copied().unwrap_or(1);
+                let request = codec::pack(&asked.request.for_reader(reads)).into();
                 let bytes = Frame::Admin { id, request }.encode();
                 outputs.frames.push(Outgoing { to: leader, bulk: false, bytes });
             }
@@ -713,6 +730,7 @@ mod tests {
             },
             fence: 1,
             seed: 1,
+            cluster: [8; 16],
             run: Run::new(1, 1),
             start: Start { disk: 1, client_addr: "a:2".into(), version: 1, witness: false },
             snapshot_entries: 1000,
@@ -774,7 +792,10 @@ mod tests {
         ] {
             let bytes = codec::pack(&request);
             assert_eq!(bytes[0], number, "{request:?}");
-            assert_eq!(codec::unpack::<AdminRequest>(&bytes).ok(), Some(request));
+            assert_eq!(codec::unpack::<AdminRequest>(&bytes).ok().as_ref(), Some(&request));
+            let before = codec::pack(&request.for_reader(2))[0];
+            let known = if number > 11 { 14 - number } else { number };
+            assert_eq!(before, known, "a leader of version 2 knows no more than 11");
         }
     }
 }

@@ -53,7 +53,7 @@ pub(super) struct Leading {
     orders: Vec<Order>,
     /// The entry with the last [`Order::Tick`].
     tick_index: u64,
-    /// The entry with the last version that this node proposed by itself.
+    /// The entry with the last version or name of the cluster that this node proposed by itself.
     version_index: u64,
     /// The entry with the last [`Order::NodeLost`].
     lost_index: u64,
@@ -274,7 +274,7 @@ impl Leading {
             match order {
                 Order::Tick => self.tick_index = last,
                 Order::NodeLost { .. } => self.lost_index = last,
-                Order::Version { .. } => self.version_index = last,
+                Order::Version { .. } | Order::ClusterId { .. } => self.version_index = last,
                 Order::Init { .. }
                 | Order::NewTerm
                 | Order::Policy(_)

@@ -97,7 +97,7 @@ pub use self::consensus::{Gone, RaftConfig, change_of};
 use self::log::LogBatch;
 use self::machine::{Event, Machine};
 pub use self::replica::Replica;
-use self::types::{Action, Member, Policy, RaftId, Run, Start};
+use self::types::{Action, Bits128, Member, Policy, RaftId, Run, Start};
 
 /// One tick of Raft's clock.
 pub const TICK: Span = Span::from_millis(10);
@@ -131,6 +131,8 @@ pub struct ReplicaConfig {
     pub fence: u64,
     /// The seed of the store's hash maps, if this node is the first leader of the cluster.
     pub seed: u64,
+    /// The name of the cluster, if this node leads when it gets one of its own.
+    pub cluster: Bits128,
     /// The run of this node's process. It must be noted durably under [`note::START`] before the replica is made.
     pub run: Run,
     /// What the first item of the run tells the others about this node.

@@ -48,6 +48,8 @@ const FIRST_FORM: u8 = 2;
 pub struct Machine {
     registry: Registry,
     added: Added,
+    /// The name that the cluster began with, once it has another one. In snapshots since version 3.
+    formed_as: Option<Bits128>,
     /// None before the first leader's `Init`, and always on a witness.
     store: Option<Store>,
     shared: Arc<Shared>,
@@ -181,13 +183,14 @@ impl Machine {
         if bug(Bug::SecretsForgotten) {
             by_secret.clear();
         }
-        let added = Added::default();
+        let (added, formed_as) = (Added::default(), None);
         let (effects, shown) = (Vec::new(), registry.now);
         let from_beginning = registry.policy.is_none() && registry.runs.is_empty();
         let oldest = None;
         Self {
             registry,
             added,
+            formed_as,
             store,
             shared,
             by_secret,
@@ -212,6 +215,9 @@ impl Machine {
         if self.version() >= 2 {
             let v2 = self.policy().map(|policy| policy.limits.v2());
             bytes = postcard::to_extend(&v2, bytes).expect("likewise");
+        }
+        if self.version() >= version::NAMED {
+            bytes = postcard::to_extend(&self.formed_as, bytes).expect("likewise");
         }
         match &self.store {
             None => bytes.push(0),
@@ -249,6 +255,10 @@ impl Machine {
                 _ => return Err("a snapshot with one half of a policy".into()),
             };
         }
+        let mut formed_as = None;
+        if form >= self::form(version::NAMED) {
+            (formed_as, rest) = postcard::take_from_bytes(rest).map_err(malformed)?;
+        }
         let shared = Arc::new(Shared::new());
         let store = match rest.split_first() {
             Some((0, [])) => None,
@@ -259,7 +269,7 @@ impl Machine {
             }
             _ => return Err("a snapshot that ends too early".into()),
         };
-        Ok(Self { added, ..Self::with(registry, store, shared, witness) })
+        Ok(Self { added, formed_as, ..Self::with(registry, store, shared, witness) })
     }
 
     /// Applies the payload of a log entry.
@@ -391,7 +401,23 @@ impl Machine {
     pub fn is_settling(&self) -> bool {
         let is_new = self.from_beginning && self.oldest == Some(self.version());
         let alone = self.registry.members.len() == 1;
-        alone && (self.first_version().is_some() || is_new && self.lacks_limits())
+        let lacks = self.lacks_limits() || self.lacks_name();
+        alone && (self.first_version().is_some() || is_new && lacks)
+    }
+
+    /// Whether the cluster has reached the version in which it has a name of its own, and all its members can be known
+    /// by their data directories, but still has the name that it began with.
+    #[must_use]
+    pub fn lacks_name(&self) -> bool {
+        self.version() >= version::NAMED
+            && self.formed_as.is_none()
+            && self.registry.members.values().all(|member| member.disk.is_some())
+    }
+
+    /// The name that the cluster began with, once it has another one.
+    #[must_use]
+    pub fn formed_as(&self) -> Option<Bits128> {
+        self.formed_as
     }
 
     /// Whether the cluster has reached a version whose limits and rules are not in its policy yet.
@@ -416,6 +442,8 @@ impl Machine {
         fence: u64,
         delay: (Span, Option<Span>),
     ) {
+        // It is drawn as well, and nobody knows another one.
+        self.formed_as = (self.version() >= version::NAMED).then_some(cluster);
         let registry = &mut self.registry;
         registry.cluster = cluster;
         registry.last_raft_id = registry.last_raft_id.max(raft_id);
@@ -553,6 +581,13 @@ impl Machine {
                 if self.registry.members.keys().all(reads) {
                     self.added.version = self.version().max(version);
                     events.push(Event::PolicyChanged);
+                }
+            }
+            Order::ClusterId { id } => {
+                // Members may have come since it was proposed.
+                if self.lacks_name() {
+                    self.formed_as = Some(std::mem::replace(&mut self.registry.cluster, id));
+                    events.push(Event::Members);
                 }
             }
         }
@@ -901,9 +936,9 @@ mod tests {
         order(&mut machine, 10, &Order::Version { version: version - 1 });
         assert_eq!(machine.version(), version, "it only grows");
         let snapshot = machine.snapshot();
-        assert_eq!(snapshot[0], FIRST_FORM + 2);
+        assert_eq!(snapshot[0], FIRST_FORM + 3);
         let why = Machine::restore(&snapshot, false).err().unwrap();
-        assert!(why.contains("newer server") && why.contains("form 4"), "{why}");
+        assert!(why.contains("newer server") && why.contains("form 5"), "{why}");
     }
 
     /// GUARANTEES 42: version 1 knows nothing of the limits of version 2, whatever the leader's settings are; from
@@ -967,6 +1002,12 @@ mod tests {
         states.push(("v2-before-its-limits", machine.snapshot()));
         order(&mut machine, 6, &Order::Policy(policy()));
         states.push(("v2", machine.snapshot()));
+        start(&mut machine, 7, 1, 2, 3);
+        start(&mut machine, 8, 2, 2, 3);
+        order(&mut machine, 9, &Order::Version { version: 3 });
+        states.push(("v3-before-its-name", machine.snapshot()));
+        order(&mut machine, 10, &Order::ClusterId { id: [0xcd; 16] });
+        states.push(("v3", machine.snapshot()));
         let mut other = String::new();
         for (name, state) in states {
             let digits: String = state.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -1007,6 +1048,37 @@ mod tests {
         assert_eq!(later.first_version(), Some(2));
         start(&mut later, 4, 1, 2, 3);
         assert_eq!(later.first_version(), None, "one could go back to 2");
+    }
+
+    /// GUARANTEES 41: two clusters that began with the same members have different names.
+    #[test]
+    fn a_cluster_takes_a_name_of_its_own_once() {
+        let name = |id| Order::ClusterId { id: [id; 16] };
+        let mut machine = machine();
+        start(&mut machine, 2, 1, 1, 3);
+        start(&mut machine, 3, 2, 1, 3);
+        assert!(!machine.lacks_name(), "version 1 has no names");
+        assert_eq!(order(&mut machine, 4, &name(9)), []);
+        order(&mut machine, 5, &Order::Version { version: 3 });
+        assert!(machine.lacks_name() && again(&machine).lacks_name());
+
+        // A member that nobody could know by its data directory would be locked out.
+        let member = Member { node: "c".into(), disk: None, ..machine.members()[&2].clone() };
+        machine.apply_change(MemberChange::Add { raft_id: 3, member }, &mut Vec::new());
+        assert!(!machine.lacks_name());
+        assert_eq!(order(&mut machine, 6, &name(9)), []);
+        assert_eq!((machine.cluster(), machine.formed_as()), ([1; 16], None));
+        start(&mut machine, 7, 3, 1, 3);
+
+        assert_eq!(order(&mut machine, 8, &name(9)), [Event::Members]);
+        assert_eq!(order(&mut machine, 9, &name(10)), [], "once");
+        for mut machine in [again(&machine), machine] {
+            assert_eq!((machine.cluster(), machine.formed_as()), ([9; 16], Some([1; 16])));
+            assert!(!machine.lacks_name());
+            let member = machine.members()[&2].clone();
+            machine.begin_anew([2; 16], 2, member, 5000, (Span::ZERO, None));
+            assert_eq!((machine.cluster(), machine.formed_as()), ([2; 16], Some([2; 16])));
+        }
     }
 
     #[test]

@@ -615,7 +615,14 @@ impl Replica {
             Event::Attached { by: session, request, .. } | Event::Gone { session, request, .. } => {
                 self.requests.answer((*session, *request));
             }
-            Event::RunEnded(run) if *run == self.run() && !bug(Bug::RunKept) => self.lose_run(),
+            // A node that was removed ends with its run, and has something to tell its clients before.
+            Event::RunEnded(run)
+                if *run == self.run()
+                    && !bug(Bug::RunKept)
+                    && !self.machine.was_removed(self.id()) =>
+            {
+                self.lose_run();
+            }
             Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run() => {
                 self.fatal = Some(
                     "the cluster knows a later start of this node: its data directory is an old copy; \

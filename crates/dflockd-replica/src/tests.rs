@@ -82,6 +82,8 @@ impl Group {
             policy,
             fence: 1,
             seed: 1,
+            // Each draws its own.
+            cluster: [u8::try_from(id).unwrap(); 16],
             run: Run::new(id, 1),
             start: Start {
                 disk: id,
@@ -299,6 +301,29 @@ fn promise_50_a_new_leader_does_not_take_silence_for_absence() {
         group.run_until("it leads", |group| group.replicas[&to].status().role == "leader");
         group.ask(to, remove((to + step - 1) % 3 + 1, false)).unwrap();
     }
+}
+
+/// GUARANTEES 41: the members of a new cluster agree on a name that one of them has drawn, and keep it.
+#[test]
+fn a_new_cluster_agrees_on_a_name() {
+    let mut group = Group::new(3);
+    let names = |group: &Group| {
+        let machines = group.replicas.values().map(Replica::machine);
+        machines.map(|machine| (machine.formed_as(), machine.cluster())).collect::<BTreeSet<_>>()
+    };
+    group.run_until("all have a name", |group| {
+        let names = names(group);
+        names.len() == 1 && names.iter().all(|(formed_as, _)| formed_as.is_some())
+    });
+    let agreed = names(&group);
+    let leader = group.leader().unwrap();
+    let drawn = [u8::try_from(leader).unwrap(); 16];
+    assert_eq!(agreed, BTreeSet::from([(Some([7; 16]), drawn)]));
+    let to = leader % 3 + 1;
+    group.ask(leader, AdminRequest::Transfer { to: Some(name(to)) }).unwrap();
+    group.run_until("it leads", |group| group.leader() == Some(to));
+    group.pass_election_timeout();
+    assert_eq!(names(&group), agreed, "another leader draws no other");
 }
 
 /// GUARANTEES 20: who is asked for its own removal says that it is done before it ends, leader or not.

@@ -254,6 +254,12 @@ pub enum Order {
         /// Never lower than before.
         version: u32,
     },
+    /// The name of the cluster from now on, in place of the one that its first members began with. Since version 3;
+    /// later ones do nothing.
+    ClusterId {
+        /// Drawn by the leader.
+        id: Bits128,
+    },
 }
 
 /// A change of the membership, in the context of a conf change entry.

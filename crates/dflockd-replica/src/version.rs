@@ -22,7 +22,20 @@
 //! version of the cluster from that entry on, if all members read it at that place of the log; `apply` may do something
 //! new only from there on. A member that reads less stops at its start, before it has written anything. Version 2
 //! brought limits for leases, sessions and subscriptions, the rules that go by them (`Limits::rules`), and sealed
-//! frames between peers without TLS.
+//! frames between peers without TLS. Version 3 brought a random name of the cluster.
+//!
+//! # The name of a cluster
+//!
+//! The first members of `--cluster-peers` must know each other before they can agree on anything, so they begin with a
+//! name that each of them makes of that list. Another cluster of the same list would have the same. A cluster that has
+//! reached version 3 therefore takes a name that its leader has drawn ([`Order::ClusterId`]), once, and remembers the
+//! one before ([`Machine::formed_as`]). From the entry on a node presents the new name. Who has not applied the entry
+//! presents the old one, and is listened to only if it is a member with the data directory that this member had when
+//! the entry was made: all are known by then ([`Machine::lacks_name`]).
+//!
+//! [`Order::ClusterId`]: super::types::Order::ClusterId
+//! [`Machine::formed_as`]: super::machine::Machine::formed_as
+//! [`Machine::lacks_name`]: super::machine::Machine::lacks_name
 
 use std::sync::OnceLock;
 
@@ -38,7 +51,11 @@ use super::machine;
 /// | --- | --- |
 /// | 1 | the first |
 /// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
-pub const NEWEST: u32 = 2;
+/// | 3 | [`Order::ClusterId`](super::types::Order::ClusterId); the name before it in snapshots |
+pub const NEWEST: u32 = 3;
+
+/// The first version in which a cluster has a name that nobody else has.
+pub const NAMED: u32 = 3;
 
 /// The first version whose programs seal the frames between peers. A cluster that uses it has no other members, so its
 /// nodes speak no older version of the peer protocol without TLS.

@@ -29,7 +29,7 @@ use dflockd_replica::codec::{self, Frame};
 use dflockd_replica::disk::{RealDisk, is_out_of_descriptors};
 use dflockd_replica::log::{LogBatch, LogOptions, LogStore, Recovered, write_snapshot};
 use dflockd_replica::machine::Machine;
-use dflockd_replica::types::{Member, NodeIdentity, Policy, RaftId, Run, Start};
+use dflockd_replica::types::{Bits128, Member, NodeIdentity, Policy, RaftId, Run, Start};
 use dflockd_replica::{
     MadeSnapshot, Outputs, RaftConfig, Replica, ReplicaConfig, SnapshotJob, TICK, TOO_MANY_STARTS,
     note, version,
@@ -142,6 +142,7 @@ pub(crate) async fn start(
     let gate = Arc::new(Gate {
         front: Arc::downgrade(front),
         who: Mutex::new(who),
+        formed_as: Mutex::default(),
         witness: options.witness,
     });
     let transport = Transport::start(options.transport.clone(), gate.clone() as Arc<dyn Handler>)
@@ -235,6 +236,8 @@ pub(super) fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(
 struct Gate {
     front: std::sync::Weak<Replicated>,
     who: Mutex<NodeIdentity>,
+    /// The name that the cluster began with, once it has another one and this node knows both.
+    formed_as: Mutex<Option<Bits128>>,
     witness: bool,
 }
 
@@ -249,6 +252,15 @@ impl Handler for Gate {
             witness: self.witness,
             version: version::newest(),
         }
+    }
+
+    fn former_identity(&self, peer: &Identity) -> Option<Result<Identity, String>> {
+        let (formed_as, ours) = (*self.formed_as.lock(), self.identity());
+        if formed_as.is_none() || peer.cluster != formed_as || formed_as == ours.cluster {
+            return None;
+        }
+        let front = self.front.upgrade()?;
+        Some(front.admit_known(peer).map(|()| Identity { cluster: formed_as, ..ours }))
     }
 
     fn admit(&self, peer: &Identity) -> Result<(), String> {
@@ -428,6 +440,7 @@ impl Site {
             policy: options.policy.clone(),
             fence: unix_nanos(),
             seed: rand::random(),
+            cluster: rand::random(),
             run: Run::new(raft_id, self.start),
             start: Start {
                 disk: who.disk,
@@ -445,8 +458,21 @@ impl Site {
         Ok(Some((replica, first)))
     }
 
+    /// Takes the name that the cluster has drawn, and remembers it before anybody is told.
+    fn take_name(&self, machine: &Machine) {
+        let Some(formed_as) = machine.formed_as() else { return };
+        *self.gate.formed_as.lock() = Some(formed_as);
+        let mut who = self.gate.who.lock();
+        if who.cluster != Some(machine.cluster()) {
+            who.cluster = Some(machine.cluster());
+            self.log_writer.put([LogJob::Note(note::IDENTITY.to_vec(), codec::pack(&*who))]);
+        }
+    }
+
     /// Tells the transport whom there is to talk to.
     fn meet(&self, replica: &Replica) {
+        self.front.set_members(replica);
+        self.take_name(replica.machine());
         // Before anybody is dialed: who reads this version seals frames, too.
         if replica.machine().version() >= version::SEALED {
             self.transport.seal();
@@ -464,7 +490,6 @@ impl Site {
                 );
             }
         }
-        self.front.set_members(replica);
     }
 
     fn dial(&self, members: &BTreeMap<RaftId, Member>) {
@@ -606,6 +631,10 @@ mod tests {
             let cluster = Some([7; 16]);
             let node = "a".to_owned();
             Identity { cluster, node, raft_id: 1, disk: 1, witness: false, version: 1 }
+        }
+
+        fn former_identity(&self, _: &Identity) -> Option<Result<Identity, String>> {
+            None
         }
 
         fn admit(&self, _: &Identity) -> Result<(), String> {

@@ -225,6 +225,7 @@ fn lone_replica() -> Replica {
         policy: policy(),
         fence: 1,
         seed: 1,
+        cluster: [8; 16],
         run: Run::new(1, 1),
         start: Start { disk: 1, client_addr: String::new(), version: 1, witness: false },
         snapshot_entries: 100_000,

@@ -87,6 +87,18 @@ impl View {
         self.version = machine.version();
     }
 
+    /// Admits only a member with the data directory that this member is known to have.
+    pub(super) fn admit_known(&self, peer: &Identity) -> Result<(), String> {
+        self.admit(peer)?;
+        match self.members.get(&peer.raft_id) {
+            Some(member) if member.disk == Some(peer.disk) => Ok(()),
+            Some(_) | None => Err(format!(
+                "{} is no member that this cluster knows by its data directory, and presents the id of its beginning",
+                peer.node
+            )),
+        }
+    }
+
     /// Whether a node that has proven who it is may take part in this cluster.
     pub(super) fn admit(&self, peer: &Identity) -> Result<(), String> {
         if self.members.is_empty() {

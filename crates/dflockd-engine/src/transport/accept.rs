@@ -197,9 +197,12 @@ impl Receiver {
         let secret = acceptor.check(&fresh.read().await?)?;
 
         // From here on it is no stranger: it is told why.
-        let ours = handler.identity();
-        let judged =
-            acceptor.judge(&ours).and_then(|()| handler.admit(&peer).map_err(Fault::Refused));
+        let former = handler.former_identity(&peer).transpose();
+        let ours = former.clone().ok().flatten().unwrap_or_else(|| handler.identity());
+        let judged = former
+            .map_err(Fault::Refused)
+            .and_then(|_| acceptor.judge(&ours))
+            .and_then(|()| handler.admit(&peer).map_err(Fault::Refused));
         let refusal = judged.as_ref().err().map(ToString::to_string);
         let welcome = acceptor.welcome(&ours, refusal.as_deref(), secret);
         fresh.write(&welcome).await?;
@@ -291,9 +294,14 @@ impl Receiver {
                     };
                     let removed =
                         !Arc::ptr_eq(&self.peers, &state.peers) && !state.peers.iter().any(listed);
+                    let handler = &self.shared.handler;
+                    let foreign = peer.cluster.is_some()
+                        && peer.cluster != handler.identity().cluster
+                        && !matches!(handler.former_identity(&peer), Some(Ok(_)));
                     let keep = changed.is_ok()
                         && !state.stopping
                         && !removed
+                        && !foreign
                         && (proven.is_protected() || !state.sealed_only)
                         && state.credentials.still_accept(&proven);
                     if !keep {

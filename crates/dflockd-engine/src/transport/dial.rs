@@ -49,6 +49,8 @@ struct Dialed {
     proven: Proven,
     /// Who we said we are.
     told: Identity,
+    /// Who the other side is.
+    theirs: Identity,
 }
 
 impl Sender {
@@ -132,10 +134,27 @@ impl Sender {
     }
 
     async fn dial(&self, credentials: &Credentials) -> Result<Dialed, NoConnection> {
+        let handler = &self.shared.handler;
+        let fault = match self.dial_as(handler.identity(), credentials).await {
+            Err(fault) => fault,
+            dialed => return dialed,
+        };
+        // A member that has not heard of its cluster's name yet knows us by the one before.
+        match fault.stranger.as_ref().and_then(|theirs| handler.former_identity(theirs)) {
+            Some(Ok(former)) => self.dial_as(former, credentials).await,
+            Some(Err(_)) | None => Err(fault),
+        }
+    }
+
+    async fn dial_as(
+        &self,
+        told: Identity,
+        credentials: &Credentials,
+    ) -> Result<Dialed, NoConnection> {
         // TLS protects the frames itself.
         let version =
             if credentials.tls.is_some() { Version::Plain } else { self.shared.version_max };
-        match self.dial_with(version, credentials).await {
+        match self.dial_with(version, told.clone(), credentials).await {
             Err(fault) if fault.older && version == Version::Sealed => {
                 if self.state.borrow().sealed_only {
                     return Err(format!(
@@ -145,7 +164,7 @@ impl Sender {
                     .into());
                 }
                 // Nobody has proven that; but the cluster still has room for members of an older program.
-                self.dial_with(Version::Plain, credentials).await
+                self.dial_with(Version::Plain, told, credentials).await
             }
             dialed => dialed,
         }
@@ -154,6 +173,7 @@ impl Sender {
     async fn dial_with(
         &self,
         version: Version,
+        told: Identity,
         credentials: &Credentials,
     ) -> Result<Dialed, NoConnection> {
         let Limits { connect: connect_max, handshake: handshake_max, .. } = self.shared.limits;
@@ -161,7 +181,7 @@ impl Sender {
             .await
             .map_err(|_| "no answer to dialing in time".to_owned())??;
         prepare(&tcp, self.shared.limits.of(self.lane).stall);
-        timeout(handshake_max, self.shake(tcp, version, credentials))
+        timeout(handshake_max, self.shake(tcp, version, told, credentials))
             .await
             .map_err(|_| "no answer to the handshake in time".to_owned())?
     }
@@ -170,6 +190,7 @@ impl Sender {
         &self,
         tcp: TcpStream,
         version: Version,
+        told: Identity,
         credentials: &Credentials,
     ) -> Result<Dialed, NoConnection> {
         let Shared { handler, .. } = &*self.shared;
@@ -185,7 +206,6 @@ impl Sender {
         };
         fresh.check_name(target)?;
 
-        let told = handler.identity();
         let keys = Keys { secrets: &credentials.secrets, binding: fresh.binding };
         let share = KeyShare::draw(version, &self.shared.random).map_err(no_random)?;
         let mut dialer = Dialer::new(keys, &told, target, self.lane, version, share.nonce);
@@ -196,12 +216,13 @@ impl Sender {
             let hint = ": most likely its shared secret is another one, its log tells more";
             if fault.dull { format!("{}{hint}", fault.reason).into() } else { fault }
         })?;
-        let judged = dialer
-            .conclude(&welcome)
-            .and_then(|theirs| handler.admit(&theirs).map_err(Fault::Refused));
+        let judged = dialer.conclude(&welcome).and_then(|theirs| {
+            handler.admit(&theirs).map_err(Fault::Refused)?;
+            Ok(theirs)
+        });
         let mut framing = dialer.frames(share, &welcome)?;
         match &judged {
-            Ok(()) => fresh.write_framed(&handshake::verdict(None), &mut framing).await?,
+            Ok(_) => fresh.write_framed(&handshake::verdict(None), &mut framing).await?,
             Err(Fault::Refused(reason)) => {
                 fresh.write_framed(&handshake::verdict(Some(reason)), &mut framing).await?;
                 // Lets the verdict out before the close; TLS has no other way to say that it ends.
@@ -209,14 +230,14 @@ impl Sender {
             }
             Err(_) => (),
         }
-        judged?;
+        let theirs = judged?;
         let proven = Proven {
             role: Role::Acceptor,
             secret: credentials.secrets.first().cloned(),
             certificates: fresh.certificates,
             is_sealed: !framing.is_plain(),
         };
-        Ok(Dialed { stream: fresh.stream, line: Line { framing, direct }, proven, told })
+        Ok(Dialed { stream: fresh.stream, line: Line { framing, direct }, proven, told, theirs })
     }
 
     /// Sends what is queued until something ends it.
@@ -227,7 +248,7 @@ impl Sender {
     }
 
     async fn write_on(&mut self, dialed: Dialed) -> End {
-        let Dialed { stream, line, proven, told } = dialed;
+        let Dialed { stream, line, proven, told, theirs } = dialed;
         let (mut reader, mut writer) = tokio::io::split(stream);
         let stall = self.shared.limits.of(self.lane).stall;
         let Self { shared, outbox, state, wanted, .. } = self;
@@ -240,7 +261,7 @@ impl Sender {
             }
             let lost = tokio::select! {
                 biased;
-                end = examine(shared, state, &proven, &told) => match end {
+                end = examine(shared, state, &proven, (&told, &theirs)) => match end {
                     End::Unwanted => break,
                     End::Renew(_) | End::Lost(_) => return end,
                 },
@@ -276,7 +297,7 @@ async fn examine(
     shared: &Shared,
     state: &mut watch::Receiver<State>,
     proven: &Proven,
-    told: &Identity,
+    (told, theirs): (&Identity, &Identity),
 ) -> End {
     loop {
         if state.changed().await.is_err() {
@@ -293,7 +314,13 @@ async fn examine(
             return End::Renew("the credentials have changed");
         }
         // A node that has just learnt its cluster and its number should be known by them.
-        if shared.handler.identity() != *told {
+        let handler = &shared.handler;
+        let now = handler.identity();
+        // That its cluster has got its name meanwhile is no reason: the other side may not have heard of it.
+        let is_former = matches!(handler.former_identity(theirs), Some(Ok(_)));
+        let knew = told.cluster.is_some() && is_former;
+        let known_as = if knew { told.cluster } else { now.cluster };
+        if *told != (Identity { cluster: known_as, ..now }) {
             return End::Renew("this node has a new identity");
         }
     }

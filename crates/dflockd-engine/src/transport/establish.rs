@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::credentials::{Chain, PeerTls, any_server_name, common_name};
-use super::handshake::{self, Binding, Fault, Malformed, Version};
+use super::handshake::{self, Binding, Fault, Identity, Malformed, Version};
 use super::seal::Framing;
 
 /// A TCP connection, or TLS over one.
@@ -111,18 +111,22 @@ pub(super) struct NoConnection {
     pub(super) dull: bool,
     /// Somebody there says that he knows the version without seals only.
     pub(super) older: bool,
+    /// Who refused us, if its cluster has another name.
+    pub(super) stranger: Option<Box<Identity>>,
 }
 
 impl From<String> for NoConnection {
     fn from(reason: String) -> Self {
-        Self { reason, refused: false, dull: false, older: false }
+        Self { reason, refused: false, dull: false, older: false, stranger: None }
     }
 }
 
 impl From<Fault> for NoConnection {
     fn from(fault: Fault) -> Self {
         let older = matches!(fault, Fault::Version { theirs: Version::Plain, .. });
-        Self { older, ..fault.to_string().into() }
+        let plain = Self { older, ..fault.to_string().into() };
+        let Fault::OtherCluster { theirs, .. } = fault else { return plain };
+        Self { stranger: Some(theirs), ..plain }
     }
 }
 

@@ -282,6 +282,9 @@ pub(super) enum Fault {
     /// By the other side, which has proven itself.
     #[error("refused by the other side: {0}")]
     RefusedByPeer(String),
+    /// By the other side, which has proven itself and belongs to a cluster of another name.
+    #[error("refused by the other side: {reason}")]
+    OtherCluster { reason: String, theirs: Box<Identity> },
 }
 
 impl Fault {
@@ -421,10 +424,13 @@ impl<'a> Dialer<'a> {
         if self.keys.verify(LABEL_ACCEPTOR, &parts, &welcome.mac) != Some(0) {
             return Err(Fault::Proof(self.target.to_owned()));
         }
+        let theirs = welcome.identity;
         if let Some(reason) = welcome.refusal {
+            if theirs.cluster.is_some() && theirs.cluster != self.ours.cluster {
+                return Err(Fault::OtherCluster { reason, theirs: Box::new(theirs) });
+            }
             return Err(Fault::RefusedByPeer(reason));
         }
-        let theirs = welcome.identity;
         if theirs.node != self.target {
             return Err(Fault::Refused(format!("it is {}, not {}", theirs.node, self.target)));
         }

@@ -74,6 +74,9 @@ fn secrets(bytes: &[u8]) -> Credentials {
 /// Writes down all that a transport says.
 struct Recorder {
     identity: Mutex<Identity>,
+    /// The name that its cluster began with, and the data directories that are known.
+    formed_as: Mutex<Option<[u8; 16]>>,
+    disks: Mutex<Vec<u64>>,
     /// The peers to refuse.
     unwelcome: Mutex<Vec<String>>,
     seen: Mutex<Seen>,
@@ -94,13 +97,29 @@ struct Seen {
 impl Recorder {
     fn new(identity: Identity) -> Self {
         let identity = Mutex::new(identity);
-        Self { identity, unwelcome: Mutex::default(), seen: Mutex::default() }
+        Self {
+            identity,
+            formed_as: Mutex::default(),
+            disks: Mutex::default(),
+            unwelcome: Mutex::default(),
+            seen: Mutex::default(),
+        }
     }
 }
 
 impl Handler for Recorder {
     fn identity(&self) -> Identity {
         self.identity.lock().clone()
+    }
+
+    fn former_identity(&self, peer: &Identity) -> Option<Result<Identity, String>> {
+        let cluster = *self.formed_as.lock();
+        if cluster.is_none() || peer.cluster != cluster {
+            return None;
+        }
+        let is_known = self.disks.lock().contains(&peer.disk);
+        let former = Identity { cluster, ..self.identity() };
+        Some(is_known.then_some(former).ok_or_else(|| format!("{} is not known", peer.node)))
     }
 
     fn admit(&self, peer: &Identity) -> Result<(), String> {
@@ -737,6 +756,61 @@ async fn another_cluster_is_refused() {
                   b to cluster eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee";
     check_refused(&a, &b, &log, &["refused by the other side", reason], &[reason]).await;
     assert!(b.get(|seen| seen.admitted.is_empty()));
+}
+
+/// GUARANTEES 41: who presents the name that the cluster began with is a member that has not heard of the name it has
+/// now, or a stranger whose cluster began with the same one. The data directory tells.
+#[tokio::test]
+async fn the_name_before_is_for_known_members_only() {
+    let named =
+        |(_, identity): &mut (TransportConfig, Identity)| identity.cluster = Some([0xee; 16]);
+    for knows in [true, false] {
+        let a = Node::with("a", secrets(&[1]), named).await;
+        let b = Node::new("b", secrets(&[1])).await;
+        *a.recorder.formed_as.lock() = Some(CLUSTER);
+        *a.recorder.disks.lock() = vec![if knows { identity("b").disk } else { 7 }];
+        let log = Log::new();
+        a.transport.set_peers(vec![peer("b", &b.address())]);
+        b.transport.set_peers(vec![peer("a", &a.address())]);
+        if knows {
+            for node in [&a, &b] {
+                eventually("both lanes", async || node.get(|seen| seen.reachable == 2)).await;
+            }
+        } else {
+            log.until(&["cannot connect", "b to cluster 3031"]).await;
+            log.until(&["cannot connect", "refused by the other side: b is not known"]).await;
+            assert!(a.get(|seen| seen.reachable == 0 && seen.admitted.is_empty()));
+            assert!(b.get(|seen| seen.reachable == 0));
+        }
+    }
+}
+
+/// GUARANTEES 41: when the cluster gets its name, connections between its members stay, and those of strangers end.
+#[tokio::test]
+async fn a_name_ends_the_connections_of_strangers() {
+    for knows in [true, false] {
+        let (a, b) = (Node::new("a", secrets(&[1])).await, Node::new("b", secrets(&[1])).await);
+        let peers = vec![peer("b", &b.address())];
+        a.transport.set_peers(peers.clone());
+        b.transport.set_peers(vec![peer("a", &a.address())]);
+        for node in [&a, &b] {
+            eventually("both lanes", async || node.get(|seen| seen.reachable == 2)).await;
+        }
+        a.recorder.identity.lock().cluster = Some([0xee; 16]);
+        *a.recorder.formed_as.lock() = Some(CLUSTER);
+        *a.recorder.disks.lock() = vec![if knows { identity("b").disk } else { 7 }];
+        a.transport.set_peers(peers);
+        if knows {
+            assert!(b.transport.send(1, Lane::Main, Bytes::from_static(b"still here")));
+            eventually("a frame", async || a.get(|seen| seen.main.len() == 1)).await;
+            assert!(a.get(|seen| seen.unreachable == 0) && b.get(|seen| seen.unreachable == 0));
+        } else {
+            for node in [&a, &b] {
+                eventually("the end", async || node.get(|seen| seen.unreachable > 2)).await;
+                assert!(node.get(|seen| seen.reachable == 2), "none came back");
+            }
+        }
+    }
 }
 
 #[tokio::test]

@@ -86,7 +86,8 @@ fn take_order(version: u8, bytes: &[u8]) -> Result<Order, Malformed> {
         | Order::NodeLost { .. }
         | Order::Digest { .. }
         | Order::Address { .. }
-        | Order::Version { .. } => at_end(rest)?,
+        | Order::Version { .. }
+        | Order::ClusterId { .. } => at_end(rest)?,
     }
     Ok(order)
 }

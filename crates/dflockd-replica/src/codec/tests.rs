@@ -386,6 +386,7 @@ fn orders() -> Vec<(&'static str, Order)> {
         Order::Digest { index: 300, digest: [0xab; 32] },
         Order::Address { raft_id: 4, peer_addr: "10.0.0.9:7000".into() },
         Order::Version { version: 2 },
+        Order::ClusterId { id: [0xcd; 16] },
     ];
     let name = |order: &Order| match order {
         Order::Init { .. } => "init",
@@ -396,6 +397,7 @@ fn orders() -> Vec<(&'static str, Order)> {
         Order::Digest { .. } => "digest",
         Order::Address { .. } => "address",
         Order::Version { .. } => "version",
+        Order::ClusterId { .. } => "cluster-id",
     };
     orders.into_iter().map(|order| (name(&order), order)).collect()
 }
@@ -758,7 +760,7 @@ fn later_versions() {
     context[0] = 9;
     assert_eq!(decode_member_change(&context), Err(Malformed::Version(9)));
     let text = Malformed::Version(9).to_string();
-    assert!(text.contains("form 9") && text.contains("up to 2; start the newer"), "{text}");
+    assert!(text.contains("form 9") && text.contains("up to 3; start the newer"), "{text}");
 }
 
 /// The iterators say once what is wrong, and then nothing.

@@ -156,6 +156,9 @@ impl Replica {
             );
             let policy = policy.clone().with_v2(self.config.policy.limits.v2());
             orders.push(Order::Policy(Box::new(policy)));
+        } else if self.machine.lacks_name() {
+            tracing::info!("the cluster gets a name of its own");
+            orders.push(Order::ClusterId { id: self.config.cluster });
         }
     }
 

@@ -41,6 +41,7 @@ fn replica(voters: &[RaftId], start: u32) -> Replica {
         },
         fence: 1,
         seed: 1,
+        cluster: [8; 16],
         run: Run::new(1, start),
         start: Start { disk: 1, client_addr: "n1:2".into(), version: 1, witness: false },
         snapshot_entries: 1000,

@@ -11,8 +11,10 @@ use dflockd_testkit::peers::Proxy;
 use dflockd_testkit::{
     Cluster, Heard, Node, Turn, eventually, fence, free_addresses, host, millis,
 };
+use serde_json::json;
 
 use super::load::{Load, Told};
+use super::operate::{ADMIN, operate};
 
 fn cut_able(election_ms: &str, flags: &[&str]) -> (Cluster, Proxy) {
     let mut all = vec!["--election-timeout-ms", election_ms];
@@ -192,6 +194,62 @@ fn strangers_and_wiped_members_are_refused_and_disturb_nobody() {
     assert_eq!(term(&cluster.nodes[leader]), before, "somebody had to be elected");
     let ledger = load.stop_unrefused();
     ledger.check_all(&cluster);
+}
+
+/// The name of its cluster, as a node knows it, once the cluster has drawn it.
+fn drawn_name(cluster: &Cluster) -> String {
+    cluster.wait_until_ready();
+    let leader = cluster.leader();
+    let output = || cluster.nodes.iter().map(Node::output).collect::<String>();
+    eventually("a name of its own", || output().contains("the cluster gets a name of its own"));
+    let name_at = |at: usize| {
+        let status = operate(&mut cluster.connect(at), "status", json!({}));
+        status["cluster_id"].as_str().unwrap().to_owned()
+    };
+    // An entry behind the one with the name.
+    cluster.connect(leader).check("incr", "count", "1", "ok 1");
+    let name = name_at(leader);
+    for other in cluster.others(leader) {
+        eventually("all know it", || name_at(other) == name);
+    }
+    name
+}
+
+/// GUARANTEES 41: two clusters of the same names, addresses and secret are two clusters.
+#[test]
+fn clusters_that_began_alike_refuse_each_other() {
+    let addresses = Addresses::free(3);
+    let flags = ["--election-timeout-ms", CALM_MS, ADMIN[0], ADMIN[1]];
+    let mut first = Cluster::prepare_at(Turn::shared(), &addresses, &flags);
+    first.start_all();
+    let name = drawn_name(&first);
+    first.nodes.iter_mut().for_each(Node::terminate);
+    let mut second = Cluster::prepare_at(Turn::free(), &addresses, &flags);
+    second.start_all();
+    assert_ne!(drawn_name(&second), name);
+
+    // A member of the first takes the place of one of the second.
+    let (leader, others) = second.leader_and_others();
+    let before = term(&second.nodes[leader]);
+    let [at, other] = others[..] else { panic!("two") };
+    second.nodes[at].terminate();
+    first.nodes[at].start();
+    eventually("it is told", || first.nodes[at].output().contains("belongs to cluster"));
+    for node in [leader, other] {
+        eventually("it is refused", || {
+            second.nodes[node].output().contains(&format!("to cluster {name}"))
+        });
+    }
+    assert!(!first.nodes[at].is_ready());
+    second.connect(leader).check("incr", "count", "1", "ok 2");
+    assert_eq!(term(&second.nodes[leader]), before);
+    // Its own cluster takes it again: they have all kept the name.
+    for node in [leader, other] {
+        second.nodes[node].terminate();
+        first.nodes[node].start();
+    }
+    first.wait_until_ready();
+    first.connect(at).check("incr", "count", "1", "ok 2");
 }
 
 #[test]
