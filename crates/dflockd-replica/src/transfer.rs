@@ -215,9 +215,9 @@ mod tests {
     }
 
     fn offsets(frames: &[Frame]) -> Vec<u64> {
-        let offset = |frame: &Frame| match frame {
-            Frame::Chunk { offset, .. } => Some(*offset),
-            _ => None,
+        let offset = |frame: &Frame| {
+            let Frame::Chunk { offset, .. } = frame else { return None };
+            Some(*offset)
         };
         frames.iter().filter_map(offset).collect()
     }
@@ -237,9 +237,9 @@ mod tests {
                 receiver.receive(1, transfer, offset, total, digest, keep_only, header, &data);
             whole = complete.or(whole);
         }
-        let acks = send(receiver).into_iter().map(|frame| match frame {
-            Frame::ChunkAck { transfer, received } => (transfer, received),
-            _ => panic!("only acknowledgements are sent"),
+        let acks = send(receiver).into_iter().map(|frame| {
+            let Frame::ChunkAck { transfer, received } = frame else { panic!("no other answer") };
+            (transfer, received)
         });
         (acks.collect(), whole)
     }
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(offsets(&pieces), [4 * chunk, 5 * chunk, 6 * chunk]);
         let (acks, whole) = receive(&mut receiver, pieces);
         let whole = whole.expect("all of it has come");
-        assert!(whole.data == data && whole.header == &b"header"[..] && !whole.keep_only);
+        assert!(whole.data == data && *whole.header == *b"header" && !whole.keep_only);
         let done: Vec<bool> = acks
             .into_iter()
             .map(|(transfer, received)| sender.acknowledged(2, transfer, received, at(2)))

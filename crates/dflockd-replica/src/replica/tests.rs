@@ -101,11 +101,10 @@ fn item(request: u64) -> Item<'static> {
 }
 
 fn replies(outputs: &Outputs) -> Vec<(RequestId, Outcome)> {
-    let reply = |event: &NodeEvent| match event {
-        NodeEvent::Machine(Event::Effect(Effect::Reply { request, outcome, .. })) => {
-            Some((*request, outcome.clone()))
-        }
-        _ => None,
+    let reply = |event: &NodeEvent| {
+        let NodeEvent::Machine(Event::Effect(effect)) = event else { return None };
+        let Effect::Reply { request, outcome, .. } = effect else { return None };
+        Some((*request, outcome.clone()))
     };
     outputs.events.iter().filter_map(reply).collect()
 }
