@@ -573,12 +573,18 @@ impl Replicated {
         }
     }
 
+    /// The log thread waits for the disk: what comes meanwhile goes into one entry afterwards.
+    pub(super) fn syncing(&self) {
+        self.combiner.expect_driver(true);
+    }
+
     /// The log thread tells the replica what was written, and whether there is room again or no more. It drives the
     /// replica itself for what follows from that, so that no other thread must be woken for the answers.
     pub(super) fn written(&self, number: Option<u64>, room: Option<Room>) {
         let room = room.map(|room| Input::Room { low: room == Room::Low });
         let news = number.map(Input::Written).into_iter().chain(room);
-        self.combiner.enqueue_and_drive(|inputs| news.fold(false, |_, input| inputs.put(input)));
+        self.combiner.expect_driver(false);
+        self.combiner.enqueue_and_drive(|inputs| news.fold(true, |_, input| inputs.put(input)));
     }
 
     pub(crate) fn is_over(&self) -> bool {

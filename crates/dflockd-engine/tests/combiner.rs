@@ -281,6 +281,46 @@ fn all_is_driven_once_and_delivered_in_order(numbers: &'static [u64], drive: boo
     assert_eq!(*site.delivered.lock(), done, "what is driven first is delivered first");
 }
 
+/// While a thread is about to drive, as the log thread is during a sync, work is left to it.
+#[test]
+fn work_that_is_left_to_an_expected_driver_is_done() {
+    check(|| {
+        let (site, bed) = (Site::new(), Arc::new(Bed::default()));
+        let over = Arc::new(AtomicBool::new(false));
+        let combiner = site.combiner();
+        let threads = [start_timer(&combiner, &site), start_designated(&combiner, &bed, &over)];
+        let put = |number| {
+            move |work: &mut Work| {
+                work.0.push(number);
+                true
+            }
+        };
+        let (expected, other) = (Arc::clone(&combiner), Arc::clone(&combiner));
+        let others = [
+            thread::spawn(move || {
+                for number in [1, 2] {
+                    expected.expect_driver(true);
+                    thread::yield_now();
+                    expected.expect_driver(false);
+                    expected.enqueue_and_drive(put(number));
+                }
+            }),
+            thread::spawn(move || {
+                other.enqueue(put(3));
+                other.enqueue_and_drive(put(4));
+                other.enqueue(put(5));
+            }),
+        ];
+        others.into_iter().for_each(|thread| thread.join().unwrap());
+        site.wait_for(5);
+        combiner.end();
+        over.store(true, Ordering::SeqCst);
+        bed.wake();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!(*site.delivered.lock(), *site.done.lock());
+    });
+}
+
 #[test]
 fn work_that_is_left_to_others_is_done() {
     check(|| all_is_driven_once_and_delivered_in_order(&[1, 2, 3, 4], false));

@@ -14,13 +14,18 @@
 //! Under load the designated thread reads what many clients sent and then drives once for all of it: to wake a thread
 //! for each request costs more than the request. Without a designated thread the timer thread does everything.
 //!
+//! A thread that is about to drive anyway can say so ([`Combiner::expect_driver`]): meanwhile work is left to it and
+//! nobody is woken, so that its pass takes the work of all. The log thread does while it syncs. If it takes longer than
+//! expected, the timer thread comes by.
+//!
 //! # Why no wake-up is lost
 //!
 //! A thread with work puts it into the queue and then wakes the designated thread, if that sleeps. The designated
 //! thread says that it sleeps and then looks at the queue. Each does its two steps in this order with a fence between,
 //! so at least one sees the other. The designated thread does not stay awake for work while another thread drives; that
 //! thread looks at the queue after its release, and wakes it then: the same argument with the lock in the place of the
-//! queue. The timer thread looks at queue and due time under the queue's mutex, and is notified under it.
+//! queue. The timer thread looks at queue and due time under the queue's mutex, and is notified under it. An expected
+//! driver takes its word back before it drives: work that was left to it is in the queue by then.
 //!
 //! `tests/combiner.rs` runs this file under a scheduler that tries thousands of interleavings, and shows that each of
 //! these steps is needed.
@@ -68,6 +73,8 @@ pub(crate) struct Combiner<D: Drive> {
     driven: Mutex<Option<Box<D>>>,
     has_begun: AtomicBool,
     is_over: AtomicBool,
+    /// A thread is about to drive, and all work is left to it.
+    is_driver_expected: AtomicBool,
     /// When the driven value wants to be driven at the latest. Written under its lock.
     due: AtomicU64,
     /// The due time for which the timer thread waits.
@@ -93,6 +100,7 @@ impl<D: Drive> Combiner<D> {
             driven: Mutex::new(None),
             has_begun: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
+            is_driver_expected: AtomicBool::new(false),
             due: AtomicU64::new(0),
             armed: AtomicU64::new(0),
             load: AtomicUsize::new(0),
@@ -108,7 +116,7 @@ impl<D: Drive> Combiner<D> {
         let Some(is_heavy) = self.put(put) else { return false };
         if is_heavy || !self.has_begun.load(Ordering::SeqCst) {
             self.wake_timer();
-        } else {
+        } else if !self.is_driver_expected.load(Ordering::SeqCst) {
             self.wake_designated();
         }
         true
@@ -123,6 +131,11 @@ impl<D: Drive> Combiner<D> {
             self.try_drive();
         }
         true
+    }
+
+    /// Whether the calling thread is about to drive by [`Combiner::enqueue_and_drive`], so that nobody is to be woken.
+    pub(crate) fn expect_driver(&self, is_expected: bool) {
+        self.is_driver_expected.store(is_expected, Ordering::SeqCst);
     }
 
     /// Whether so little is taken at a time that a thread with work should drive at once.
@@ -176,9 +189,12 @@ impl<D: Drive> Combiner<D> {
         }
     }
 
-    /// Whether there is work for the designated thread: work that does not take long, while nobody drives.
+    /// Whether there is work for the designated thread: work that does not take long, while nobody drives or is about
+    /// to.
     pub(crate) fn has_work(&self) -> bool {
-        if !self.has_begun.load(Ordering::SeqCst) || self.is_over() || self.driven.is_locked() {
+        let is_left_to_others =
+            || self.driven.is_locked() || self.is_driver_expected.load(Ordering::SeqCst);
+        if !self.has_begun.load(Ordering::SeqCst) || self.is_over() || is_left_to_others() {
             return false;
         }
         let queue = self.queue.lock();

@@ -115,6 +115,7 @@ impl LogWriter {
             let mut pass = written.perform(jobs)?;
             if pass.wants_sync {
                 let began = front.clock().now();
+                front.syncing();
                 written.log.sync()?;
                 let took = front.clock().now().since(began);
                 front.gauges().synced(took, written.log.bytes());
@@ -122,7 +123,7 @@ impl LogWriter {
             self.put_back(std::mem::take(&mut pass.left));
             self.sweep(&mut written, disk, front)?;
             let room = written.room_change();
-            if pass.number.is_some() || room.is_some() {
+            if pass.wants_sync || pass.number.is_some() || room.is_some() {
                 front.written(pass.number, room);
             }
             if written.set_lacking(pass.lacking) {
