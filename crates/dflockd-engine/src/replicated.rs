@@ -320,14 +320,21 @@ impl Replicated {
         self.router.open_as(id, 0, sink, label)
     }
 
-    /// The id of a new session, which nobody had before. None while this node is no member yet.
+    /// The id of a new session, which nobody had before. None while this node is no member yet, or if its run has no
+    /// more numbers: then the next run is asked for.
     fn next_session(&self) -> Option<SessionId> {
         let next = |last: u64| {
             let is_left = last >> 32 != 0 && last & u64::from(u32::MAX) != u64::from(u32::MAX);
             is_left.then(|| last + 1)
         };
-        let before = self.last_session.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
-        before.ok().map(|last| SessionId(last + 1))
+        match self.last_session.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) {
+            Ok(last) => Some(SessionId(last + 1)),
+            Err(0) => None,
+            Err(last) => {
+                self.enqueue(Input::RenewRun(Run::of(SessionId(last))));
+                None
+            }
+        }
     }
 
     pub(crate) fn submit(
@@ -714,7 +721,8 @@ impl Replicated {
                 NodeEvent::NewRun(run) => {
                     self.begin_run(run);
                     let sessions = self.router.all().into_iter().map(|session| session.id());
-                    notices.extend(sessions.map(|session| Notice::Cut { session }));
+                    let is_old = |session: &SessionId| ![Run(0), run].contains(&Run::of(*session));
+                    notices.extend(sessions.filter(is_old).map(|session| Notice::Cut { session }));
                 }
             }
         }

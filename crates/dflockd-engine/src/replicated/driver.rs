@@ -471,24 +471,26 @@ impl Site {
 
     /// Tells the transport whom there is to talk to.
     fn meet(&self, replica: &Replica) {
+        let machine = replica.machine();
+        let known = self.front.view().policy;
         self.front.set_members(replica);
-        self.take_name(replica.machine());
+        self.take_name(machine);
         // Before anybody is dialed: who reads this version seals frames, too.
-        if replica.machine().version() >= version::SEALED {
+        if machine.version() >= version::SEALED {
             self.transport.seal();
         }
-        self.dial(replica.machine().members());
-        if let Some(policy) = replica.machine().policy()
-            && self.front.view().policy.as_ref() != Some(policy)
-        {
-            let differ = self.options.policy.differences(policy);
-            if !differ.is_empty() {
-                let settings = differ.join(", ");
-                tracing::warn!(
-                    settings,
-                    "the cluster decides by other values than this node's flags"
-                );
-            }
+        self.dial(machine.members());
+        if let Some(policy) = machine.policy().filter(|&policy| known.as_ref() != Some(policy)) {
+            self.warn_of_differences(policy);
+        }
+    }
+
+    /// Warns the operator whose settings count for nothing here.
+    fn warn_of_differences(&self, policy: &Policy) {
+        let differ = self.options.policy.differences(policy);
+        if !differ.is_empty() {
+            let settings = differ.join(", ");
+            tracing::warn!(settings, "the cluster decides by other values than this node's flags");
         }
     }
 

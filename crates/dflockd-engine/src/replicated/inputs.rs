@@ -12,7 +12,7 @@ use dflockd_core::{Effect, Outcome, Refusal, RequestId, SessionId, Span, Urgency
 
 use dflockd_replica::admin::AdminRequest;
 use dflockd_replica::machine::Event;
-use dflockd_replica::types::{Item, RaftId};
+use dflockd_replica::types::{Item, RaftId, Run};
 use dflockd_replica::{MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, codec};
 
 use super::combiner::Queue;
@@ -67,6 +67,7 @@ pub(crate) enum Input {
     Read { session: SessionId, request: RequestId, query: OwnedQuery },
     Job { id: u64, linear: bool },
     Admin { id: u64, request: AdminRequest },
+    RenewRun(Run),
 }
 
 impl Input {
@@ -79,7 +80,8 @@ impl Input {
             | Self::Written(_)
             | Self::Room { .. }
             | Self::Read { .. }
-            | Self::Admin { .. } => false,
+            | Self::Admin { .. }
+            | Self::RenewRun(_) => false,
         }
     }
 }
@@ -123,6 +125,7 @@ impl Inputs {
                 Input::Job { id, linear: true } => replica.read_job(id),
                 Input::Job { id, linear: false } => outputs.events.push(NodeEvent::Job(id, true)),
                 Input::Admin { id, request } => replica.admin(id, request),
+                Input::RenewRun(run) => replica.renew_run(run),
             }
         }
         self.tidy();
@@ -169,7 +172,8 @@ impl Inputs {
             | Input::Snapshot(_)
             | Input::Room { .. }
             | Input::Job { .. }
-            | Input::Admin { .. } => {}
+            | Input::Admin { .. }
+            | Input::RenewRun(_) => {}
         }
         self.heavy |= input.is_heavy();
         self.others.push(input);

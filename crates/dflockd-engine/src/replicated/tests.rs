@@ -199,6 +199,22 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
     member.stop();
 }
 
+/// GUARANTEES 18: a node whose incarnation has no more numbers for sessions begins the next one, and goes on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_without_session_numbers_begins_anew() {
+    let (member, _dir) = single_node().await;
+    let run = Run(member.run.load(Ordering::Acquire));
+    member.last_session.store(run.session(u32::MAX).0, Ordering::Release);
+    let answers = Arc::new(Answers::default());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    assert_eq!(Run::of(client.id()), Run(0), "there is no number left");
+    let is_taken = async || matches!(add(&member, &client, 1), Submitted::Later(_));
+    eventually("a number of the next run", is_taken).await;
+    assert_eq!(answers.of(1).await, Outcome::Number(1));
+    assert_eq!(client.id(), Run(run.0 + 1).session(1));
+    member.stop();
+}
+
 /// A member that has just been started and has heard of nobody.
 fn lone_replica() -> Replica {
     let member = Member {

@@ -65,15 +65,30 @@ impl Replica {
         self.push_item(SessionId(0), Action::Start(self.config.start.clone()));
     }
 
+    /// Begins a new run if this one has no more numbers for sessions: `old` is the run that has none. Its connections
+    /// are closed, as if the process had been started again.
+    pub fn renew_run(&mut self, old: Run) {
+        if self.run() == old {
+            tracing::warn!(
+                "no more session numbers; connections are closed and the node begins anew"
+            );
+            self.begin_next_run();
+        }
+    }
+
     /// The others have given this run up, and with it every session of a connection here.
     pub(super) fn lose_run(&mut self) {
+        tracing::warn!("given up by the others; connections are closed and the node begins anew");
+        self.begin_next_run();
+    }
+
+    fn begin_next_run(&mut self) {
         let start = (self.accepting.run().0 & Run::START_MAX) + 1;
         if start > Run::START_MAX {
             self.fatal = Some(TOO_MANY_STARTS.into());
             return;
         }
         let run = Run::new(self.id(), start);
-        tracing::warn!("given up by the others; connections are closed and the node begins anew");
         self.writing.note(note::START, start.to_le_bytes().to_vec());
         self.accepting.begin_again(run, self.writing.next());
         self.requests.clear();
