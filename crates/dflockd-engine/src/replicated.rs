@@ -580,6 +580,11 @@ impl Replicated {
         }
     }
 
+    /// Whether little is asked of the replica at a time.
+    pub(super) fn is_light(&self) -> bool {
+        self.combiner.is_light()
+    }
+
     /// The log thread waits for the disk: what comes meanwhile goes into one entry afterwards.
     pub(super) fn syncing(&self) {
         self.combiner.expect_driver(true);

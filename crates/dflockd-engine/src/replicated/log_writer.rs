@@ -9,7 +9,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dflockd_replica::disk::{Disk, RealDisk, is_out_of_descriptors};
 use dflockd_replica::log::{LogBatch, LogStore, Room};
@@ -26,6 +26,13 @@ const ROOM_LOOK: Duration = Duration::from_secs(1);
 /// before.
 pub(super) const DESCRIPTOR_PAUSE_MIN: Duration = Duration::from_millis(10);
 pub(super) const DESCRIPTOR_PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// The longest wait for jobs that counts as short: it was not worth to sleep.
+const WAIT_SHORT_MAX: Duration = Duration::from_micros(300);
+/// After so many short waits in a row the log thread spins before it sleeps.
+const SHORT_WAITS_BEFORE_SPIN: u32 = 8;
+/// How long the log thread spins for jobs; if none comes, it sleeps and counts short waits anew.
+const SPIN_MAX: Duration = Duration::from_micros(150);
 
 /// What there is to do for the log.
 pub(super) enum LogJob {
@@ -78,6 +85,18 @@ impl LogWriter {
         self.came.notify_one();
     }
 
+    /// Looks for jobs for a moment without sleeping, and lets whoever wants this core have it meanwhile.
+    fn spin(&self) -> bool {
+        let begun = Instant::now();
+        while begun.elapsed() < SPIN_MAX {
+            if !self.jobs.lock().is_empty() {
+                return true;
+            }
+            std::thread::yield_now();
+        }
+        false
+    }
+
     /// Waits for jobs, [`ROOM_LOOK`] at most. Returns all of them.
     fn wait(&self, is_over: impl Fn() -> bool) -> VecDeque<LogJob> {
         let mut jobs = self.jobs.lock();
@@ -106,9 +125,17 @@ impl LogWriter {
         front: &Arc<Replicated>,
     ) -> io::Result<()> {
         let mut written = WrittenLog::new(log);
-        let mut pause = DESCRIPTOR_PAUSE_MIN;
+        let (mut pause, mut short_waits) = (DESCRIPTOR_PAUSE_MIN, 0u32);
         while !front.is_over() {
+            let begun = Instant::now();
+            // Under load there is work when the sync ends, and the core is better used by others.
+            let spins = short_waits >= SHORT_WAITS_BEFORE_SPIN && front.is_light();
+            if spins && !self.spin() {
+                short_waits = 0;
+            }
             let jobs = self.wait(|| front.is_over());
+            let was_short = begun.elapsed() < WAIT_SHORT_MAX;
+            short_waits = if was_short { short_waits.saturating_add(1) } else { 0 };
             if jobs.is_empty() {
                 written.retry_room()?;
             }
