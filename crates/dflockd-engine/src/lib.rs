@@ -14,7 +14,7 @@
 //! | --- | --- |
 //! | a worker of the server | under load: drives the replica with what all connections sent |
 //! | `replica` | drives the replica when time passes (a tick each 10 ms) or something takes long |
-//! | `log` | the only one that waits for the disk: writes and syncs the log, then drives the replica |
+//! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |
 //! | `sweep` | exists while files that are not needed any more are removed |
 //! | the runtime's | the peer port; under a light load also the replica, right after a frame of a peer |
@@ -50,9 +50,10 @@
 //! # Bounds
 //!
 //! Before a replica: 131,072 items or 32 MiB, 65,536 reads, 65,536 frames or 256 MiB (`replicated/inputs.rs`). In it:
-//! 64 MiB of items not applied, 32 MiB waiting to be proposed, 8 MiB per entry, 4 MiB of a snapshot under way. Between
-//! peers: 64 MiB per frame, 8,192 frames and 32 MiB queued per peer, 1,024 frames and 64 MiB in the lane of snapshots;
-//! 1 KiB and 5 s until a peer has proven who it is.
+//! 64 MiB of items not applied, 32 MiB waiting to be proposed, 8 MiB per entry, 4 MiB of a snapshot under way. Behind
+//! it: at 262,144 notices for clients all but the timer thread wait until they are delivered. Between peers: 64 MiB per
+//! frame, 8,192 frames and 32 MiB queued per peer, 1,024 frames and 64 MiB in the lane of snapshots; 1 KiB and 5 s
+//! until a peer has proven who it is.
 
 mod address;
 mod clock;

@@ -73,7 +73,7 @@ pub enum AdminRequest {
     Finalize,
     /// The node that is asked makes a snapshot now, so that its log can be cut.
     Snapshot,
-    /// The same, and a copy of it is handed out.
+    /// The node that is asked makes a snapshot now and hands out a copy of it.
     Copy,
     /// The node that is asked does not lead any more, until it is started again or this is taken back.
     Drain {
@@ -120,8 +120,8 @@ impl AdminRequest {
         if force { Self::ForceRemove { node } } else { Self::Remove { node } }
     }
 
-    /// The same for a leader that reads this version. Its program may be one that forces every change, and that knows
-    /// no other word for it.
+    /// The request in the words that a leader knows which reads this version: an older program asks about no quorum, so
+    /// for it every change is a forced one.
     fn for_reader(&self, version: u32) -> Self {
         let is_older = version < version::NAMED;
         if let Self::ForceRemove { node } = self
@@ -298,9 +298,9 @@ enum Decision {
     Now(AdminResult),
     /// When the entry at this index is applied.
     At(u64),
-    /// The same for one that is no change of the membership.
+    /// When the order at this index is applied, which is no change of the membership.
     Ordered(u64),
-    /// The same for one that raises the version.
+    /// When the order at this index is applied, which raises the version.
     Raised(u64, u32),
     /// It can not be decided yet; whoever asks will ask again.
     Later,
@@ -556,7 +556,7 @@ impl Replica {
         term == self.consensus.term() && index > self.applied
     }
 
-    /// Only a leader proposes a policy, and one whose reign has opened has applied all that earlier ones proposed. So
+    /// Only a leader proposes a policy, and one whose leadership is open has applied all that earlier ones proposed. So
     /// the policy in force is known here, unless one is still under way.
     fn decide_policy(&mut self, from: &Policy, to: Box<Policy>) -> Decision {
         if self.is_policy_under_way() {

@@ -1,4 +1,4 @@
-//! The thread that writes the log: the only one of a node that waits for its disk.
+//! The thread that writes the log and waits for the disk.
 //!
 //! The replica hands out [`LogWrite`]s in order and goes on; threads that serve clients and peers never wait for them.
 //! The log thread takes all that is there, writes it, syncs once for all of it, tells the replica, and drives it for
