@@ -6,9 +6,9 @@
 use dflockd_core::Timestamp;
 use dflockd_replica::codec::{
     Malformed, Section, begin_payload, decode_member_change, encode_member_change, put_batch,
-    put_item, put_order, sections, stamp_of,
+    put_item, put_leader_command, sections, stamp_of,
 };
-use dflockd_replica::types::{Item, Order, Run};
+use dflockd_replica::types::{Incarnation, LeaderCommand, Proposal};
 use dflockd_replica::version::NEWEST;
 
 /// What a payload says.
@@ -20,8 +20,8 @@ pub struct Payload<'a> {
 
 #[derive(Debug, PartialEq)]
 enum Part<'a> {
-    Batch { run: Run, first_seq: u64, count: u16, items: Vec<Item<'a>> },
-    Order(Order),
+    Batch { run: Incarnation, first_seq: u64, count: u16, items: Vec<Proposal<'a>> },
+    LeaderCommand(LeaderCommand),
 }
 
 /// Reads `data`, writes what it says, and reads that.
@@ -48,7 +48,7 @@ pub fn read(data: &[u8]) -> Result<Payload<'_>, Malformed> {
             assert!(sections.next().is_none(), "it goes on behind an error");
         }
         parts.push(match section? {
-            Section::Order(order) => Part::Order(order),
+            Section::LeaderCommand(order) => Part::LeaderCommand(order),
             Section::Batch { run, first_seq, count, items: mut rest } => {
                 let mut items = Vec::new();
                 while let Some(item) = rest.next() {
@@ -69,7 +69,7 @@ fn write(payload: &Payload<'_>) -> Vec<u8> {
     begin_payload(&mut out, NEWEST, payload.stamp);
     for part in &payload.parts {
         match part {
-            Part::Order(order) => put_order(&mut out, NEWEST, order),
+            Part::LeaderCommand(order) => put_leader_command(&mut out, NEWEST, order),
             Part::Batch { run, first_seq, count, items } => {
                 assert_eq!(usize::from(*count), items.len(), "the wrong number of items");
                 let mut bytes = Vec::new();

@@ -3,7 +3,7 @@
 
 use dflockd_core::Timestamp;
 use dflockd_replica::codec::{Batch, Frame, begin_payload, put_batch};
-use dflockd_replica::types::Run;
+use dflockd_replica::types::Incarnation;
 use dflockd_wire::{ERROR_CODES, OPS};
 
 use crate::apply;
@@ -143,7 +143,7 @@ fn peer() -> Vec<(String, Vec<u8>)> {
     let items = golden(ITEMS);
     let count = u16::try_from(items.len()).expect("there are not so many items");
     let bytes = items.into_iter().flat_map(|(_, item)| item).collect::<Vec<_>>().into();
-    let batch = Batch { run: Run(1 << 20 | 7), first_seq: 9, count, bytes };
+    let batch = Batch { run: Incarnation(1 << 20 | 7), first_seq: 9, count, bytes };
     seeds.push(("seed-items".into(), Frame::Forward(batch).encode().to_vec()));
     seeds
 }
@@ -157,7 +157,7 @@ fn entry() -> Vec<(String, Vec<u8>)> {
         for batch in items.chunks(5) {
             let count = u16::try_from(batch.len()).expect("five at most");
             let bytes: Vec<u8> = batch.iter().flat_map(|(_, item)| item.clone()).collect();
-            put_batch(&mut payload, Run(1 << 20 | 7), 9, count, &bytes);
+            put_batch(&mut payload, Incarnation(1 << 20 | 7), 9, count, &bytes);
         }
         seeds.push((format!("seed-items-{index}"), payload));
     }

@@ -23,9 +23,9 @@ pub fn run(data: &[u8]) {
     check_same(&bytes);
     let now = stamp(&bytes);
     let restore = || Store::restore(&bytes, Arc::new(Shared::new())).expect("it was accepted");
-    Run::new(store).end_by_time();
-    Run::new(restore()).end_by_session(now);
-    Run::new(restore()).end_by_use(now);
+    Incarnation::new(store).end_by_time();
+    Incarnation::new(restore()).end_by_session(now);
+    Incarnation::new(restore()).end_by_use(now);
 }
 
 /// Panics if these bytes are not the snapshot of what they restore to.
@@ -37,12 +37,12 @@ pub fn check_same(bytes: &[u8]) {
 }
 
 /// A store in use.
-struct Run {
+struct Incarnation {
     store: Store,
     requests: u64,
 }
 
-impl Run {
+impl Incarnation {
     fn new(store: Store) -> Self {
         // Above the requests of the seeds: no session sends a number twice.
         Self { store, requests: 1_000_000 }

@@ -244,6 +244,13 @@ impl SimDisk {
         self.0.borrow_mut().fails = true;
     }
 
+    /// Whether it is full or fails.
+    #[must_use]
+    pub fn is_sick(&self) -> bool {
+        let inner = self.0.borrow();
+        inner.full || inner.fails
+    }
+
     /// Nothing fails any more, and there is room.
     pub fn heal(&self) {
         let inner = &mut *self.0.borrow_mut();

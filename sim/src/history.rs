@@ -1,5 +1,7 @@
 //! What clients asked and what they were told.
 
+use std::collections::BTreeMap;
+
 use dflockd_core::{Outcome, RequestId, SessionId};
 use dflockd_replica::types::RaftId;
 
@@ -43,9 +45,24 @@ pub enum End {
     Unknown,
 }
 
-/// All requests.
+/// What there was before the first request: nothing, or what a cluster has begun again with.
+#[derive(Clone, Debug, Default)]
+pub struct Before {
+    /// Values of counters.
+    pub counters: BTreeMap<Vec<u8>, i64>,
+    /// Values and revisions of entries.
+    pub entries: BTreeMap<Vec<u8>, (Vec<u8>, u64)>,
+    /// Items of lists.
+    pub lists: BTreeMap<Vec<u8>, Vec<Vec<u8>>>,
+    /// The highest fences of locks.
+    pub fences: BTreeMap<Vec<u8>, u64>,
+}
+
+/// All requests to one cluster.
 #[derive(Default)]
 pub struct History {
+    /// What was there before.
+    pub before: Before,
     /// In the order they were sent.
     pub asked: Vec<Asked>,
     /// The highest entry that any answer came from.

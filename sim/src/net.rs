@@ -17,6 +17,8 @@ pub struct Net {
     reorder: u64,
     /// Until when nothing passes.
     cut: BTreeMap<(RaftId, RaftId), u64>,
+    /// A node that nothing passes to or from, and until when.
+    away: Option<(RaftId, u64)>,
     /// Until when everything waits.
     clogged: BTreeMap<(RaftId, RaftId), u64>,
     /// When the last frame of a lane arrives, so that the next comes later.
@@ -39,6 +41,7 @@ impl Net {
             duplicate,
             reorder,
             cut: BTreeMap::new(),
+            away: None,
             clogged: BTreeMap::new(),
             last: BTreeMap::new(),
         }
@@ -74,7 +77,19 @@ impl Net {
     /// Whether nothing passes now.
     #[must_use]
     pub fn is_cut(&self, from: RaftId, to: RaftId, now: u64) -> bool {
-        self.cut.get(&(from, to)).is_some_and(|&until| until > now)
+        self.away(now).is_some_and(|away| from == away || to == away)
+            || self.cut.get(&(from, to)).is_some_and(|&until| until > now)
+    }
+
+    /// The node that is cut off from all others now.
+    #[must_use]
+    pub fn away(&self, now: u64) -> Option<RaftId> {
+        self.away.filter(|&(_, until)| until > now).map(|(id, _)| id)
+    }
+
+    /// Nothing passes to or from a node until then, whatever happens to links meanwhile.
+    pub fn send_away(&mut self, id: RaftId, until: u64) {
+        self.away = Some((id, until));
     }
 
     /// Nothing passes this way until then.
@@ -90,6 +105,7 @@ impl Net {
     /// All is well again.
     pub fn heal(&mut self) {
         self.cut.clear();
+        self.away = None;
         self.clogged.clear();
         (self.loss, self.duplicate, self.reorder) = (0, 0, 0);
     }

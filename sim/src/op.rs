@@ -2,7 +2,7 @@
 
 use dflockd_core::{Command, Mode, OwnedCommand, SessionId, Span, Token};
 use dflockd_replica::OwnedQuery;
-use dflockd_replica::types::{Action, Bits128};
+use dflockd_replica::types::{Bits128, ProposalBody};
 
 /// A request.
 #[derive(Clone, Debug)]
@@ -58,15 +58,15 @@ impl Op {
 
     /// What stands in the log. Reads do not.
     #[must_use]
-    pub fn action(&self) -> Option<Action<'_>> {
+    pub fn action(&self) -> Option<ProposalBody<'_>> {
         match self {
             Self::Do(command) | Self::Wait(command, ..) | Self::RenewSession(command, _) => {
-                Some(Action::Command(command.get()))
+                Some(ProposalBody::Command(command.get()))
             }
-            Self::Keep { secret } => Some(Action::Keep { secret: *secret }),
-            Self::Attach { secret } => Some(Action::Attach { secret: *secret }),
-            Self::Kick { session } => Some(Action::Kick { session: *session }),
-            Self::Sync => Some(Action::Barrier),
+            Self::Keep { secret } => Some(ProposalBody::Keep { secret: *secret }),
+            Self::Attach { secret } => Some(ProposalBody::Attach { secret: *secret }),
+            Self::Kick { session } => Some(ProposalBody::Kick { session: *session }),
+            Self::Sync => Some(ProposalBody::Barrier),
             Self::Read(_) => None,
         }
     }

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use dflockd_core::{
-    Command, Effect, Fence, Outcome, Push, RequestId, SessionId, Span, Subscription, Timestamp,
-    command,
+    Command, Effect, Fence, Given, Outcome, Push, RequestId, SessionId, Span, Subscription,
+    Timestamp, command,
 };
 use dflockd_replica::codec::{self, Section};
 use dflockd_replica::machine::{Event, Machine};
-use dflockd_replica::types::{Action, Order};
+use dflockd_replica::types::{LeaderCommand, ProposalBody};
 use raft::eraftpb::{Entry, EntryType};
 
 use crate::invariants::watches::Seen;
@@ -42,6 +42,8 @@ pub struct Touched {
     pub ticked: bool,
     /// A leader began.
     pub new_term: bool,
+    /// Answers that were taken back.
+    pub undone: Vec<Outcome>,
     /// Answers, in order.
     pub replies: Vec<(SessionId, RequestId, Outcome)>,
 }
@@ -60,14 +62,25 @@ pub struct Step<'a> {
     pub after: &'a LocksNow,
 }
 
+/// A committed entry.
+struct Committed {
+    term: u64,
+    /// It was committed in this term or before: the lowest one of a node that had applied it.
+    committed_by: u64,
+    data: Bytes,
+    context: Bytes,
+}
+
 /// The kept session and its epoch, if there was one, and how many pushes it had had.
 pub type Attached = (Option<(SessionId, u32)>, usize);
 
 /// The log, and what comes of it.
 pub struct Oracle {
     machine: Machine,
-    /// The entries from index 2 on.
-    entries: Vec<(u64, Bytes, Bytes)>,
+    /// The index of the state that the cluster began with.
+    base: u64,
+    /// The entries behind that.
+    entries: Vec<Committed>,
     /// First and last answer to each request, with the entries that brought them.
     pub replies: BTreeMap<(SessionId, RequestId), Vec<(u64, Outcome)>>,
     /// What sessions were pushed, with the entry.
@@ -85,11 +98,18 @@ pub struct Oracle {
     /// The last entry before the cluster followed the rules of version 2.
     pub first_rules_until: u64,
     keys: Vec<Vec<u8>>,
+    lease_min: u64,
+    grace: u64,
+    /// Nothing is granted before the first, because leases of another cluster may not have ended. From the second on,
+    /// whoever waits is granted what is free.
+    grants_from: (u64, u64),
     locks: LocksNow,
+    kept_answers: invariants::kept_answers::KeptAnswers,
     leases: invariants::leases::Leases,
     fences: invariants::fence_order::Fences,
     ends: invariants::session_end::Ends,
     watches: invariants::watches::Watches,
+    signals: invariants::pushes::Signals,
 }
 
 /// Whether the state is compared at this index.
@@ -104,6 +124,7 @@ impl Oracle {
     pub fn new(initial: &[u8], keys: Vec<Vec<u8>>, lease_min: u64, grace: u64) -> Self {
         Self {
             machine: Machine::restore(initial, false).expect("the initial state"),
+            base: 1,
             entries: Vec::new(),
             replies: BTreeMap::new(),
             pushes: BTreeMap::new(),
@@ -114,25 +135,89 @@ impl Oracle {
             undone: Vec::new(),
             first_rules_until: 0,
             keys,
+            lease_min,
+            grace,
+            grants_from: (0, 0),
             locks: LocksNow::new(),
+            kept_answers: invariants::kept_answers::KeptAnswers::default(),
             leases: invariants::leases::Leases::new(lease_min, grace),
             fences: invariants::fence_order::Fences::default(),
             ends: invariants::session_end::Ends::default(),
             watches: invariants::watches::Watches::default(),
+            signals: invariants::pushes::Signals::default(),
         }
+    }
+
+    /// The cluster is formed, with this state.
+    pub fn begin(&mut self, state: &[u8]) {
+        self.machine = Machine::restore(state, false).expect("the initial state");
+    }
+
+    /// Another cluster has begun with this state at this index, and grants nothing for a while: the first at least, the
+    /// second at most. What a key was granted with before stays known.
+    pub fn begin_anew(&mut self, state: &[u8], index: u64, (least, most): (Span, Span)) {
+        let (keys, fences) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.fences));
+        let new = Self::new(state, keys, self.lease_min, self.grace);
+        // A delay that had not ended goes on.
+        let now = new.machine.now().0;
+        let (first, last) = self.grants_from;
+        let grants_from = (first.max(now + least.0), last.max(now + most.0));
+        *self = Self { base: index, fences, grants_from, ..new };
+        let Some(store) = self.machine.store() else { return };
+        self.watches = invariants::watches::Watches::resume(store);
+        for key in &self.keys {
+            let value = read(store, key, self.machine.now());
+            self.values.insert(key.clone(), vec![(index, value)]);
+        }
+    }
+
+    /// The highest fence of a grant.
+    #[must_use]
+    pub fn highest_fence(&self) -> Fence {
+        self.fences.highest()
+    }
+
+    /// The highest fences of locks, by their keys.
+    #[must_use]
+    pub fn fences_by_key(&self) -> BTreeMap<Vec<u8>, u64> {
+        self.fences.by_key()
+    }
+
+    /// The value that a hot key had at an index.
+    #[must_use]
+    pub fn value_at(&self, key: &[u8], index: u64) -> Option<&Outcome> {
+        let versions = self.values.get(key)?;
+        let after = versions.partition_point(|(at, _)| *at <= index);
+        Some(&versions[after.checked_sub(1)?].1)
+    }
+
+    /// The hot keys.
+    #[must_use]
+    pub fn keys(&self) -> &[Vec<u8>] {
+        &self.keys
     }
 
     /// The last index.
     #[must_use]
     pub fn last(&self) -> u64 {
-        self.entries.len() as u64 + 1
+        self.base + self.entries.len() as u64
     }
 
     /// The term of an entry.
     #[must_use]
     pub fn term(&self, index: u64) -> Option<u64> {
-        let at = usize::try_from(index.checked_sub(2)?).ok()?;
-        self.entries.get(at).map(|entry| entry.0)
+        self.entry(index).map(|entry| entry.term)
+    }
+
+    /// The term in which an entry was committed, or a later one.
+    #[must_use]
+    pub fn committed_by(&self, index: u64) -> Option<u64> {
+        self.entry(index).map(|entry| entry.committed_by)
+    }
+
+    fn entry(&self, index: u64) -> Option<&Committed> {
+        let at = usize::try_from(index.checked_sub(self.base + 1)?).ok()?;
+        self.entries.get(at)
     }
 
     /// The state after the last entry.
@@ -141,19 +226,21 @@ impl Oracle {
         &self.machine
     }
 
-    /// An entry was applied somewhere.
-    pub fn observe(&mut self, entry: &Entry) -> Result<(), Broken> {
+    /// An entry was applied by a node that was in this term.
+    pub fn observe(&mut self, entry: &Entry, term: u64) -> Result<(), Broken> {
         let index = entry.index;
         if index <= self.last() {
-            let Some(at) = index.checked_sub(2) else { return Ok(()) };
-            let known = &self.entries[usize::try_from(at).expect("small")];
-            if (known.0, &known.1, &known.2) != (entry.term, &entry.data, &entry.context) {
+            let Some(at) = index.checked_sub(self.base + 1) else { return Ok(()) };
+            let known = &mut self.entries[usize::try_from(at).expect("small")];
+            let same = (entry.term, &entry.data, &entry.context);
+            if (known.term, &known.data, &known.context) != same {
                 let what = format!(
                     "entry {index} was committed in term {} and again differently in term {}",
-                    known.0, entry.term
+                    known.term, entry.term
                 );
                 return Err(Broken::new("raft", what));
             }
+            known.committed_by = known.committed_by.min(term);
             return Ok(());
         }
         if index != self.last() + 1 {
@@ -162,7 +249,12 @@ impl Oracle {
                 format!("entry {index} was applied before {}", self.last() + 1),
             ));
         }
-        self.entries.push((entry.term, entry.data.clone(), entry.context.clone()));
+        self.entries.push(Committed {
+            term: entry.term,
+            committed_by: term,
+            data: entry.data.clone(),
+            context: entry.context.clone(),
+        });
         self.apply(entry)
     }
 
@@ -192,9 +284,13 @@ impl Oracle {
         for event in events {
             match event {
                 Event::Effect(Effect::Reply { session, request, outcome }) => {
+                    self.ends.answer(index, session)?;
                     let answers = self.replies.entry((session, request)).or_default();
                     if answers.is_empty() {
                         // An answer that is repeated says nothing new.
+                        if self.machine.is_kept(session) {
+                            self.kept_answers.answer(session, request, &outcome);
+                        }
                         touched.replies.push((session, request, outcome.clone()));
                         if outcome == Outcome::Done {
                             watched.began.push((session, request));
@@ -204,7 +300,9 @@ impl Oracle {
                     }
                     answers.push((index, outcome));
                 }
-                Event::Effect(Effect::Push { session, push, .. }) => {
+                Event::Effect(Effect::Push { session, push, group }) => {
+                    let group = group.as_ref().map(|group| (&*group.pattern, &*group.name));
+                    self.signals.check(session, &push, group)?;
                     if let Push::Change(change) = &push {
                         watched.told.push((session, change.clone()));
                     }
@@ -219,15 +317,17 @@ impl Oracle {
                 }
                 Event::Kicked { session } => {
                     touched.sessions.push(session);
+                    self.kept_answers.end(session);
                     self.ends.session(session);
                 }
                 Event::Effect(Effect::SessionEnded { session }) => {
+                    self.kept_answers.end(session);
                     watched.left.insert(session);
                     self.ends.session(session);
                 }
-                Event::RunEnded(run) => self.ends.run(run),
+                Event::IncarnationEnded(run) => self.ends.run(run),
                 Event::Gone { .. }
-                | Event::RunStarted(_)
+                | Event::IncarnationStarted(_)
                 | Event::Members
                 | Event::PolicyChanged
                 | Event::Digest { .. } => {}
@@ -257,21 +357,37 @@ impl Oracle {
             let space = lock.space as u8;
             after.insert((space, lock.key.to_vec()), LockNow { slots, holders, queue });
         }
+        if now.0 < self.grants_from.0
+            && let Some((name, _)) = after.iter().find(|(_, lock)| !lock.holders.is_empty())
+        {
+            let what = format!(
+                "entry {index} grants {} {} ns before leases of the former cluster have ended",
+                name.1.escape_ascii(),
+                self.grants_from.0 - now.0
+            );
+            return Err(Broken::new("new-cluster", what));
+        }
         let step =
             Step { index, now: now.0, touched: &touched, before: &self.locks, after: &after };
         invariants::state_exclusion::check(&step)?;
-        invariants::no_lost_wakeup::check(&step)?;
+        if now.0 >= self.grants_from.1 {
+            invariants::no_lost_wakeup::check(&step)?;
+        }
         invariants::fifo::check(&step)?;
         invariants::barrier::check(&step, &self.barriers)?;
         self.ends.check(&step, |session| self.machine.is_kept(session))?;
+        self.kept_answers.check(&step)?;
         self.fences.check(&step)?;
         self.leases.check(&step)?;
         self.locks = after;
         for key in &self.keys {
             let value = read(store, key, now);
-            let versions = self.values.entry(key.clone()).or_default();
-            if versions.last().map(|(_, known)| known) != Some(&value) {
-                versions.push((index, value));
+            match self.values.get_mut(key) {
+                Some(versions) if versions.last().is_some_and(|(_, known)| *known == value) => {}
+                Some(versions) => versions.push((index, value)),
+                None => {
+                    self.values.insert(key.clone(), vec![(index, value)]);
+                }
             }
         }
         if is_sampled(index) {
@@ -286,14 +402,14 @@ impl Oracle {
             match section {
                 Ok(Section::Batch { items, .. }) => {
                     for item in items.flatten() {
-                        self.note_item(item.session, item.request, &item.action, touched);
+                        self.note_item(item.session, item.request, &item.body, touched);
                     }
                 }
-                Ok(Section::Order(Order::Tick)) => touched.ticked = true,
-                Ok(Section::Order(Order::NewTerm)) => {
+                Ok(Section::LeaderCommand(LeaderCommand::Tick)) => touched.ticked = true,
+                Ok(Section::LeaderCommand(LeaderCommand::NewTerm)) => {
                     (touched.ticked, touched.new_term) = (true, true);
                 }
-                Ok(Section::Order(_)) | Err(_) => {}
+                Ok(Section::LeaderCommand(_)) | Err(_) => {}
             }
         }
     }
@@ -303,30 +419,41 @@ impl Oracle {
         &mut self,
         session: SessionId,
         request: RequestId,
-        action: &Action<'_>,
+        body: &ProposalBody<'_>,
         touched: &mut Touched,
     ) {
-        match action {
-            Action::Command(Command::Release(command::Release { token, .. })) => {
+        match body {
+            ProposalBody::Command(Command::Release(command::Release { token, .. })) => {
                 touched.fences.push(token.fence)
             }
-            Action::Command(Command::ForceRelease(command::ForceRelease { fence, .. })) => {
-                touched.fences.push(*fence)
-            }
-            Action::Command(Command::RenewSession(command::RenewSession { lease })) => {
+            ProposalBody::Command(Command::ForceRelease(command::ForceRelease {
+                fence, ..
+            })) => touched.fences.push(*fence),
+            ProposalBody::Command(Command::RenewSession(command::RenewSession { lease })) => {
                 touched.renewals.push((session, request, *lease));
             }
-            Action::Command(Command::Subscribe(command::Subscribe {
+            ProposalBody::Command(Command::Subscribe(command::Subscribe {
                 to: Subscription::Changes { pattern, from },
             })) => self.watches.ask(session, request, pattern, *from),
-            Action::Command(Command::BarrierWait(command::BarrierWait { key, count, .. })) => {
+            ProposalBody::Command(Command::BarrierWait(command::BarrierWait {
+                key,
+                count,
+                ..
+            })) => {
                 self.barriers.insert((session, request), (key.to_vec(), *count));
             }
-            Action::Undo(Outcome::Granted(grant) | Outcome::Acquired(grant)) => {
-                touched.fences.push(grant.token.fence);
+            ProposalBody::Undo(outcome) => {
+                match outcome.given() {
+                    Some(Given::Granted(grant) | Given::Acquired(grant)) => {
+                        touched.fences.push(grant.token.fence);
+                    }
+                    Some(Given::Popped { value, .. }) => self.undone.push(value.to_vec()),
+                    None => {}
+                }
+                touched.undone.push(outcome.clone());
             }
-            Action::Undo(Outcome::Popped { value, .. }) => self.undone.push(value.to_vec()),
-            Action::Close { .. } => touched.sessions.push(session),
+            ProposalBody::Close { .. } => touched.sessions.push(session),
+            ProposalBody::Keep { .. } => self.ends.keep(session),
             _ => {}
         }
     }

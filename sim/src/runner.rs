@@ -50,6 +50,8 @@ pub struct Summary {
     pub terms: u64,
     /// Time it took.
     pub real: Duration,
+    /// The seed that took longest, and how long.
+    pub slowest: (Duration, u64),
     /// Those that failed.
     pub failed: Vec<(u64, Broken)>,
 }
@@ -78,7 +80,9 @@ pub fn run_many(
                     if count.is_some_and(|count| seed >= from + count) {
                         break;
                     }
+                    let begin = Instant::now();
                     let report = run(seed, switches, false);
+                    let took = begin.elapsed();
                     let mut summary = summary.lock().expect("no panics here");
                     summary.seeds += 1;
                     summary.simulated += report.simulated;
@@ -86,6 +90,7 @@ pub fn run_many(
                     summary.answered += report.answered;
                     summary.ordered += report.ordered;
                     summary.terms += report.terms as u64;
+                    summary.slowest = summary.slowest.max((took, seed));
                     if let Some((_, broken)) = report.broken {
                         tracing::error!(
                             seed,
@@ -115,7 +120,8 @@ impl Summary {
         let real = self.real.as_secs_f64().max(1e-9);
         format!(
             "{} seeds in {real:.1} s ({:.0} seeds per hour), {:.1} simulated hours, \
-             simulated:real {:.0}:1, {} entries, {} answers ({} put in order), {} terms, {} failures",
+             simulated:real {:.0}:1, {} entries, {} answers ({} put in order), {} terms, \
+             slowest seed {} in {:.1} s, {} failures",
             self.seeds,
             self.seeds as f64 / real * 3600.0,
             self.simulated as f64 / 3.6e12,
@@ -124,6 +130,8 @@ impl Summary {
             self.answered,
             self.ordered,
             self.terms,
+            self.slowest.1,
+            self.slowest.0.as_secs_f64(),
             self.failed.len()
         )
     }
@@ -136,8 +144,8 @@ pub fn shrink(seed: u64, switches: &Switches) -> Switches {
         |switches: &Switches| run(seed, switches, false).broken.map(|(_, broken)| broken.property);
     let wanted = property(switches);
     let mut smallest = switches.clone();
-    let names =
-        Fault::ALL.iter().map(|fault| fault.name()).chain(Kind::ALL.iter().map(|kind| kind.name()));
+    let names = Fault::ALL.iter().map(|fault| fault.name());
+    let names = names.chain(Kind::ALL.iter().map(|kind| kind.name())).chain(["long-life"]);
     for name in names {
         let mut smaller = smallest.clone();
         smaller.off.push(name.to_owned());

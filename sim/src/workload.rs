@@ -9,6 +9,7 @@ use dflockd_core::{
 use dflockd_replica::OwnedQuery;
 use dflockd_replica::types::{AutoRelease, Bits128, RaftId};
 
+use crate::line_client::Face;
 use crate::op::Op;
 use crate::oracle;
 use crate::plan::{Kind, MS, Plan, SEC};
@@ -21,16 +22,22 @@ const PATIENCE: u64 = 8 * SEC;
 pub struct Client {
     id: usize,
     ppm: i64,
+    /// How it speaks to the server.
+    pub face: Face,
     /// Connection and node.
     pub link: Option<(u64, RaftId)>,
     /// The secret of its session, if that is kept.
     kept: Option<Bits128>,
     /// The connection is not the kept session's yet.
     attaching: Option<RequestId>,
+    /// How many sessions it has had.
+    sessions: u64,
     next_number: u64,
     next_request: u64,
     /// Requests without an answer: place in the history, and when to lose patience.
     pub open: BTreeMap<RequestId, (usize, u64)>,
+    /// Those of them whose fate nobody knew, and when they are sent again.
+    again: BTreeMap<RequestId, u64>,
     holds: Vec<Held>,
     /// Keys it has a place at.
     enqueued: Vec<(Vec<u8>, Mode, Span)>,
@@ -52,6 +59,8 @@ struct Held {
     lease: Span,
     renew_at: u64,
     forget_at: u64,
+    /// Which of its client's sessions got it.
+    session: u64,
 }
 
 /// What a client wants done.
@@ -86,16 +95,19 @@ pub struct Learned {
 impl Client {
     /// A client that has done nothing yet.
     #[must_use]
-    pub fn new(id: usize, ppm: i64) -> Self {
+    pub fn new(id: usize, ppm: i64, face: Face) -> Self {
         Self {
             id,
             ppm,
+            face,
             link: None,
             kept: None,
+            sessions: 0,
             attaching: None,
             next_number: 1,
             next_request: 1,
             open: BTreeMap::new(),
+            again: BTreeMap::new(),
             holds: Vec::new(),
             enqueued: Vec::new(),
             subscribed: false,
@@ -110,6 +122,23 @@ impl Client {
     #[must_use]
     pub fn is_kept(&self) -> bool {
         self.kept.is_some()
+    }
+
+    /// Whether its kept session is not on its new connection yet.
+    #[must_use]
+    pub fn is_attaching(&self) -> bool {
+        self.attaching.is_some()
+    }
+
+    /// Its session is kept.
+    pub fn keep(&mut self, secret: Bits128) {
+        self.kept = Some(secret);
+        self.next_request = 0;
+    }
+
+    /// A hold has ended without its doing.
+    pub fn lost(&mut self, fence: Fence) {
+        self.holds.retain(|held| held.token.fence != fence);
     }
 
     fn request(&mut self) -> RequestId {
@@ -129,7 +158,9 @@ impl Client {
     fn ask(&mut self, op: impl Into<Op>) -> Want {
         let op = op.into();
         let keep = self.kept.is_some() && op.is_kept();
-        let request = if keep { self.request() } else { self.server_request() };
+        // On a numbered connection all requests have numbers.
+        let is_numbered = keep || self.face == Face::Kept;
+        let request = if is_numbered { self.request() } else { self.server_request() };
         Want::Ask(op, request, keep)
     }
 
@@ -144,6 +175,12 @@ impl Client {
         if self.attaching.is_some() {
             return Want::Nothing;
         }
+        if let Some((&request, _)) = self.again.iter().find(|(_, at)| **at <= now) {
+            self.again.remove(&request);
+            if let Some(&(place, _)) = self.open.get(&request) {
+                return Want::Repeat(place, request);
+            }
+        }
         self.holds.retain(|held| held.forget_at > now);
         let due = self.holds.iter().position(|held| held.renew_at <= now);
         if let Some(at) = due {
@@ -152,7 +189,9 @@ impl Client {
             if rng.chance(600) {
                 let (key, token, lease) = (held.key.clone(), held.token, held.lease);
                 let space = held.mode.space();
-                if self.kept.is_some() && token.salt.is_multiple_of(3) {
+                // The holds of an earlier session do not go on with this one.
+                let is_ours = self.kept.is_some() && held.session == self.sessions;
+                if is_ours && token.salt.is_multiple_of(3) {
                     let renew = Command::from(command::RenewSession { lease });
                     return self.ask(Op::RenewSession(renew.into(), token));
                 }
@@ -171,8 +210,12 @@ impl Client {
             let held = self.holds.remove(rng.index(self.holds.len()));
             return self.release(held, rng);
         }
+        if plan.readers && self.id % 2 == 1 {
+            let key = rng.pick(&value_keys(plan)).clone();
+            return self.ask(Op::Read(OwnedQuery::from(oracle::query(&key))));
+        }
         if let Some((key, mode, lease)) = self.enqueued.pop() {
-            let wait = span(rng, &[0, 300, 2000]);
+            let wait = plan.paced(span(rng, &[0, 300, 2000]));
             let wait = Command::from(command::Wait { space: mode.space(), wait, key: &key });
             return self.ask(Op::Wait(wait.into(), mode, lease));
         }
@@ -201,12 +244,14 @@ impl Client {
             return self.ask(command::Enqueue { mode, lease: Some(lease), salt, key: &key });
         }
         let wait = if letter == 'x' { Span::ZERO } else { span(rng, &[100, 1000, 5000]) };
+        let wait = plan.paced(wait);
         self.ask(command::Acquire { mode, wait, lease: Some(lease), salt, key: &key })
     }
 
     #[expect(clippy::too_many_lines, reason = "a list of everything there is")]
     fn choose(&mut self, kind: Kind, plan: &Plan, rng: &mut Rng, now: u64, calm: bool) -> Want {
         let number = rng.below(plan.keys);
+        let is_operator = self.face == Face::Calls;
         let key = |letter: char| format!("{letter}{number}").into_bytes();
         let unique = format!("{}.{now}.{}", self.id, rng.below(1000)).into_bytes();
         let read = |key: Vec<u8>| Op::Read(OwnedQuery::from(oracle::query(&key)));
@@ -266,7 +311,7 @@ impl Client {
                 self.ask(command::KvCompareAndSet { expect, ttl: None, key, value })
             }
             Kind::KvTtl => {
-                let ttl = Some(span(rng, &[200, 1000]));
+                let ttl = Some(plan.paced(span(rng, &[200, 1000])));
                 let set = command::KvSet { ttl, key: &key('t'), value: &unique }.into();
                 let op = if rng.chance(500) { read(key('t')) } else { set };
                 self.ask(op)
@@ -285,14 +330,14 @@ impl Client {
             }
             Kind::BlockingPop => {
                 let push = push('q', End::Right);
-                let wait = Some(span(rng, &[0, 500, 3000]));
+                let wait = Some(plan.paced(span(rng, &[0, 500, 3000])));
                 let pop = pop('q', End::Left, wait);
                 let op = if rng.chance(500) { push } else { pop };
                 self.ask(op)
             }
             Kind::Barrier => {
                 let count = u32::try_from(number % 3).expect("small") + 1;
-                let wait = span(rng, &[200, 1000, 4000]);
+                let wait = plan.paced(span(rng, &[200, 1000, 4000]));
                 self.ask(command::BarrierWait { count, wait, key: &key('b') })
             }
             Kind::Signal if !self.subscribed => {
@@ -319,6 +364,7 @@ impl Client {
                 let to = Subscription::Leaders { key: &key('e') };
                 self.ask(command::Subscribe { to })
             }
+            Kind::Kept if self.face != Face::Calls && self.face != Face::Kept => Want::Nothing,
             Kind::Kept if self.kept.is_none() && self.open.is_empty() => {
                 let mut secret = [0; 16];
                 secret[..8].copy_from_slice(&rng.bits().to_le_bytes());
@@ -327,8 +373,10 @@ impl Client {
             }
             Kind::Kept => self.acknowledge(),
             // The world fills in whom.
-            Kind::Kick if !calm && rng.chance(150) => self.ask(Op::Kick { session: SessionId(0) }),
-            Kind::Force if !calm && rng.chance(300) => {
+            Kind::Kick if !calm && is_operator && rng.chance(150) => {
+                self.ask(Op::Kick { session: SessionId(0) })
+            }
+            Kind::Force if !calm && is_operator && rng.chance(300) => {
                 let (space, fence) = (Space::Locks, Fence(0));
                 self.ask(command::ForceRelease { space, fence, key: &key('l') })
             }
@@ -345,7 +393,18 @@ impl Client {
     fn acknowledge(&mut self) -> Want {
         let open = self.open.keys().find(|request| request.is_repeatable());
         let up_to = open.map_or(self.next_request, |request| request.0 - 1);
+        if up_to == 0 {
+            return Want::Nothing;
+        }
         self.ask(command::Acknowledge { up_to: RequestId(up_to) })
+    }
+
+    /// Another cluster has begun, which knows nothing of what was asked before. The requests whose fate nobody will
+    /// know. The secret of a kept session is tried all the same, and so are tokens.
+    pub fn begin_anew(&mut self) -> Vec<usize> {
+        self.again.clear();
+        self.seen.clear();
+        std::mem::take(&mut self.open).into_values().map(|(place, _)| place).collect()
     }
 
     /// A request goes out.
@@ -353,9 +412,18 @@ impl Client {
         self.open.insert(request, (place, now + op.wait().0 + PATIENCE));
     }
 
+    /// Nobody knows what came of a request. If the session keeps its answer, the client asks again at some instant.
+    pub fn unknown(&mut self, request: RequestId, place: usize, at: u64) {
+        if self.kept.is_some() && request.is_repeatable() {
+            self.open.insert(request, (place, at + PATIENCE));
+            self.again.insert(request, at);
+        }
+    }
+
     /// A connection is there. If the session is kept, first that.
     pub fn opened(&mut self, conn: u64, node: RaftId) -> Option<Want> {
         self.link = Some((conn, node));
+        self.sessions += u64::from(self.kept.is_none());
         let secret = self.kept?;
         let request = self.server_request();
         self.attaching = Some(request);
@@ -366,6 +434,8 @@ impl Client {
     pub fn closed(&mut self, orderly: bool, policy: AutoRelease) -> (Vec<usize>, bool) {
         self.link = None;
         self.attaching = None;
+        // What stays open is sent again over the next connection.
+        self.again.clear();
         let kept = self.kept.is_some();
         let mut lost = Vec::new();
         self.open.retain(|request, (place, _)| {
@@ -405,6 +475,7 @@ impl Client {
             return (again.collect(), Vec::new());
         }
         self.kept = None;
+        self.sessions += 1;
         self.subscribed = false;
         self.watched.clear();
         self.enqueued.clear();
@@ -441,8 +512,10 @@ impl Client {
             ) => {
                 let (valid, token) = (valid(lease), grant.token);
                 let (renew_at, forget_at) = (now + lease.0 / 3, sent + valid);
-                let key = key.to_vec();
-                self.holds.push(Held { key: key.clone(), mode, token, lease, renew_at, forget_at });
+                let (key, session) = (key.to_vec(), self.sessions);
+                let held =
+                    Held { key: key.clone(), mode, token, lease, renew_at, forget_at, session };
+                self.holds.push(held);
                 Some(Learned { key, mode, token, valid })
             }
             (
@@ -485,8 +558,7 @@ impl Client {
                 None
             }
             (Op::Keep { secret }, ..) if *outcome == Outcome::Done => {
-                self.kept = Some(*secret);
-                self.next_request = 0;
+                self.keep(*secret);
                 None
             }
             (
@@ -515,7 +587,7 @@ impl Client {
     /// Something was pushed.
     pub fn pushed(&mut self, push: &Push) {
         if let Push::Lost { fence, .. } = push {
-            self.holds.retain(|held| held.token.fence != *fence);
+            self.lost(*fence);
         }
         if let Push::Change(change) = push {
             self.seen.insert(change.key.to_vec(), change.revision);

@@ -3,31 +3,37 @@
 //! `DFLOCKD_BUGS` says how many (`all`: all), `DFLOCKD_BUGS_FROM` with which to begin; by default the day decides.
 #![cfg(feature = "bugs")]
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use dflockd_core::bugs::{self, Bug};
 use dflockd_sim::plan::Switches;
 use dflockd_sim::runner;
 
 const SEEDS_MAX: u64 = 2000;
+/// How many mistakes a run looks for, unless it is told another number.
+const A_DAY: usize = 5;
 
 #[test]
 fn known_mistakes_are_found() {
     let days = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() / 86_400;
     let from = std::env::var("DFLOCKD_BUGS_FROM").ok().and_then(|text| text.parse().ok());
-    let from: usize = from.unwrap_or(usize::try_from(days).unwrap() * 3);
+    let from: usize = from.unwrap_or(usize::try_from(days).unwrap() * A_DAY);
     let count = match std::env::var("DFLOCKD_BUGS").as_deref() {
         Ok("all") => Bug::ALL.len(),
         Ok(text) => text.parse().unwrap(),
-        Err(_) => 3,
+        Err(_) => A_DAY,
     };
     // The mistakes panic a lot.
     std::panic::set_hook(Box::new(|_| {}));
     let mut missed = Vec::new();
     for number in from..from + count {
         let bug = Bug::ALL[number % Bug::ALL.len()];
+        let begin = Instant::now();
         match find(bug) {
-            Some((seed, property)) => eprintln!("{bug:?}: seed {seed}, {property}"),
+            Some((seed, property)) => {
+                let seconds = begin.elapsed().as_secs_f64();
+                eprintln!("{bug:?}: seed {seed}, {property}, {seconds:.1} s");
+            }
             None => missed.push(bug),
         }
     }

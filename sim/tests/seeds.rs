@@ -14,7 +14,7 @@ fn promises_are_kept() {
     let from = number("DFLOCKD_SIM_FROM", 1);
     let count = number("DFLOCKD_SEEDS", 500);
     let begin = Instant::now();
-    let summary = runner::run_many(from, Some(count), 2, &Switches::default(), 3, None);
+    let summary = runner::run_many(from, Some(count), 2, &Switches::default(), 5, None);
     eprintln!("{}", summary.text());
     for (seed, broken) in &summary.failed {
         eprintln!("{}: {}", broken.property, broken.what);

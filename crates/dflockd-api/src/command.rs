@@ -528,11 +528,22 @@ commands! {
         }
         /// The session has a connection again. Not answered.
         Attach "attach" [Plain]
-        /// Ends the caller's session like `EndSession` without a release, but its holds stay for `ttl` at most,
-        /// unless somebody who knows a token renews it. Not answered.
+        /// Says who is behind the caller's session. Not answered.
+        Identify "identify" [Grows] {
+            /// What people see. The last one counts.
+            name: &'a [u8],
+            /// Sessions with the same reference belong to the same client; empty = none. The first one counts.
+            reference: &'a [u8],
+        }
+        /// Ends the caller's session like `EndSession` without a release. If the session has a reference, its places in
+        /// queues stay for `ttl`, and a session with the same reference that asks for the same lock again gets the hold
+        /// or the place back. Not answered.
         Orphan "orphan" [Follows] {
-            /// How long the holds stay.
+            /// How long the places stay.
             ttl: Span,
+            /// The holds stay no longer than that, unless somebody who knows a token renews it (else they run until
+            /// their leases end).
+            cut: bool,
         }
         /// Ends the caller's session: subscriptions, enqueue records, waits, then, if `release`, its holds.
         /// Not answered.

@@ -69,11 +69,11 @@ error_codes! {
     Auth "error_auth" Final
         "The connection did not present the right token; it is closed."
     MaxLocks "error_max_locks" Retry
-        "The server has as many locks and semaphores as it may, or the session holds as many."
+        "The limit of locks and semaphores, or of holds per session, is reached."
     MaxWaiters "error_max_waiters" Retry
-        "As many waiters as may are queued for this key, or of this session."
+        "The limit of waiters for this key, or of waits per session, is reached."
     MaxKeys "error_max_keys" Retry
-        "The server holds as many counters, values, lists and barriers as it may."
+        "The limit of counters, values, lists and barriers is reached."
     LimitMismatch "error_limit_mismatch" Final
         "The semaphore exists with another limit."
     TypeMismatch "error_type_mismatch" Final
@@ -85,7 +85,7 @@ error_codes! {
     LeaseExpired "error_lease_expired" Final
         "The lease ran out before it was claimed or renewed."
     ListFull "error_list_full" Retry
-        "The list has as many items as it may."
+        "The list is full."
     BarrierCountMismatch "error_barrier_count_mismatch" Final
         "The barrier exists with another count."
     Draining "error_draining" Retry
@@ -95,7 +95,7 @@ error_codes! {
     Unknown "error_unknown" Unknown
         "The outcome could not be determined in time: the request may have taken effect."
     Unavailable "error_unavailable" Retry
-        "Nobody could decide the request, as without a majority: nothing was done, and it can be asked again."
+        "The request could not be decided, as without a quorum: nothing was done, and it can be asked again."
     TooLarge "error_too_large" Final
         "The answer would have more than 1 MiB: ask for it in parts, as with `<start>` and `<stop>` of `lrange`."
 }

@@ -129,20 +129,28 @@ impl Token {
     }
 }
 
-/// Exactly 16 lowercase hexadecimal digits.
+/// Exactly 16 lowercase hexadecimal digits. Every renewal and release has 32 of them, so none is decided by a branch.
 fn parse_hex(digits: &[u8]) -> Option<u64> {
     let digits: &[u8; 16] = digits.try_into().ok()?;
-    let mut number = 0;
-    for byte in digits {
-        let digit = match byte {
-            b'0'..=b'9' => byte - b'0',
-            b'a'..=b'f' => byte - b'a' + 10,
-            _ => return None,
-        };
-        number = number << 4 | u64::from(digit);
+    let (mut number, mut seen) = (0, 0);
+    for &byte in digits {
+        let digit = HEX_DIGITS[usize::from(byte)];
+        seen |= digit;
+        number = number << 4 | u64::from(digit & 0xf);
     }
-    Some(number)
+    (seen <= 0xf).then_some(number)
 }
+
+/// The value of each byte as a lowercase hexadecimal digit; above 15 for those that are none.
+const HEX_DIGITS: [u8; 256] = {
+    let mut values = [u8::MAX; 256];
+    let mut digit = 0;
+    while digit < 16 {
+        values[b"0123456789abcdef"[digit as usize] as usize] = digit;
+        digit += 1;
+    }
+    values
+};
 
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

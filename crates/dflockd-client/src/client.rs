@@ -23,7 +23,7 @@ const LS_CUT_BYTES: usize = 512 * 1024;
 const POOL_MAX: usize = 8;
 /// A silent connection is asked after so long whether it stands.
 const HEARTBEAT: Duration = Duration::from_secs(5);
-/// The same in a cluster, where there are others to turn to.
+/// A silent connection to a member of a cluster is asked so soon: there are others to turn to.
 const HEARTBEAT_IN_CLUSTER: Duration = Duration::from_secs(1);
 
 /// How to connect.
@@ -101,7 +101,8 @@ impl ClientBuilder {
     }
 
     /// How long a connection may be silent before it is asked whether it stands; 5 s if not set, in a cluster 1 s, or
-    /// a tenth of the shortest lease held.
+    /// a tenth of the shortest lease held. In a cluster a member that does not answer a request is asked after a third
+    /// of that, and left for another one after the whole of it, if the session is kept.
     pub fn heartbeat(mut self, heartbeat: Duration) -> Self {
         self.heartbeat = Some(heartbeat);
         self
@@ -186,8 +187,7 @@ impl ClientBuilder {
         let cluster = Cluster::new(dialer, self.servers.clone(), self.prefer_leader);
         let session = self.session.as_deref();
         let on_disconnect = session.map_or(self.on_disconnect, |_| OnDisconnect::Keep);
-        let last = if session.is_some() { above_all_numbers() } else { 0 };
-        let joined = cluster.join(on_disconnect, session, last).await?;
+        let joined = cluster.join(on_disconnect, session).await?;
         let heartbeat = self.heartbeat.unwrap_or(HEARTBEAT_IN_CLUSTER);
         let start = Start { on_disconnect, heartbeat, last: joined.last };
         let (route, at) = (Route::Cluster(cluster), joined.address.name);
@@ -284,7 +284,7 @@ impl Server {
         let greeting = connection.greet(&address.client_name, wanted, timeout).await;
         let (name, route) = (address.name.clone(), Route::One(address.clone()));
         let way = match greeting {
-            Ok(Greeting::Accepted(session)) => {
+            Ok(Greeting::Accepted { session, .. }) => {
                 let start = Start { on_disconnect, heartbeat, last: 0 };
                 Way::Shared(Link::start(route.clone(), name, start, connection, session))
             }
@@ -311,11 +311,11 @@ impl Server {
     /// Connects to a session that exists.
     async fn attach(address: Address, session: &str, heartbeat: Duration) -> Result<Self, Error> {
         let mut connection = address.connect().await?;
-        let (wanted, timeout) = (Session::Attach(session), address.connect_timeout);
+        let (wanted, timeout) = (Session::TakeOver(session), address.connect_timeout);
         let greeted = connection.greet(&address.client_name, wanted, timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(session) => {
-                let last = above_all_numbers();
+            Greeting::Accepted { session, last } => {
+                let last = last.unwrap_or_else(above_all_numbers);
                 let start = Start { on_disconnect: OnDisconnect::Keep, heartbeat, last };
                 let (name, route) = (address.name.clone(), Route::One(address));
                 let link = Link::start(route.clone(), name, start, connection, session);
@@ -638,8 +638,9 @@ impl Client {
     }
 }
 
-/// A number above all that earlier clients of a session used, or their answers would come back.
-fn above_all_numbers() -> u64 {
+/// A number above all that earlier clients of a session used, or their answers would come back. For servers that do not
+/// tell: it is a guess, and wrong if the clock was set back since.
+pub(crate) fn above_all_numbers() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_micros()).unwrap_or_default()
 }

@@ -1,6 +1,7 @@
 //! What is known of a cluster: who belongs to it, who leads, and which member to talk to next.
 //!
-//! The seeds are where it begins. From then on the members tell of each other, in the `cluster` part of `stats`.
+//! The seeds are where it begins. From then on the members tell of each other, in the `cluster` part of `stats`, which
+//! a server tells alone if it knows how to be asked for it.
 //! Nothing here decides about locks; it only answers where to dial. The session that moves from member to
 //! member is in `link.rs`.
 
@@ -15,6 +16,7 @@ use rand::seq::SliceRandom;
 use serde::Deserialize;
 use tokio::task::JoinSet;
 
+use crate::client::above_all_numbers;
 use crate::clock::Instant;
 use crate::error::Error;
 use crate::link::OnDisconnect;
@@ -33,7 +35,7 @@ const FAILED_FOR: Duration = Duration::from_secs(3);
 const FOREIGN_FOR: Duration = Duration::from_secs(60);
 /// How often the members are asked for.
 const LEARN_EVERY: Duration = Duration::from_secs(30);
-/// `stats` tells of all keys as well. If the text is longer than this, it is asked for less often.
+/// An older server tells of all keys as well. If the text is longer than this, it is asked for less often.
 const TEXT_BYTES_CHEAP: usize = 256 * 1024;
 /// The longest pause between two questions, however long the text.
 const LEARN_EVERY_MAX: Duration = Duration::from_secs(3600);
@@ -333,7 +335,7 @@ impl Cluster {
         known.learn_at = Some(Instant::now() + pause.mul_f64(rand::random_range(0.8..1.2)));
     }
 
-    /// Reads the answer to `stats` of the server at `address`.
+    /// Reads what the server at `address` told of its cluster: the answer to `stats`, whole or not.
     pub(crate) fn learn(&self, address: &str, answer: &Reply, attached: bool) -> Told {
         let report = match answer.json::<Stats>("stats") {
             Ok(Stats { cluster: Some(report) }) => report,
@@ -379,21 +381,20 @@ impl Cluster {
 
     /// Asks a server on a connection that was not greeted whether it is a member, and what it knows.
     pub(crate) async fn ask(&self, address: &Address, connection: &mut Connection) -> Option<Told> {
-        let answer = connection.ask(None, &Request::Stats, address.connect_timeout).await.ok()?;
+        let answer = connection.ask(None, &Request::Members, address.connect_timeout).await.ok()?;
         Some(self.learn(&address.name, &answer, false))
     }
 
-    /// Makes a session at some member, or attaches to one. Requests are numbered from `last` on.
+    /// Makes a session at some member, or takes one over.
     pub(crate) async fn join(
         &self,
         on_disconnect: OnDisconnect,
         session: Option<&str>,
-        last: u64,
     ) -> Result<Joined, Error> {
         let begun = Instant::now();
         let mut backoff = BACKOFF_MIN;
         loop {
-            let error = match self.join_any(on_disconnect, session, last).await {
+            let error = match self.join_any(on_disconnect, session).await {
                 Ok(joined) => return Ok(joined),
                 Err(error) => error,
             };
@@ -405,12 +406,11 @@ impl Cluster {
         }
     }
 
-    /// The same, each candidate once. Of several errors it is one that time may mend, if there is one.
+    /// Joins by any candidate, trying each once. Of several errors it is one that time may mend, if there is one.
     async fn join_any(
         &self,
         on_disconnect: OnDisconnect,
         session: Option<&str>,
-        last: u64,
     ) -> Result<Joined, Error> {
         let mut candidates = self.candidates();
         let mut first: Option<Error> = None;
@@ -424,7 +424,7 @@ impl Cluster {
                 Err(error) => (error, true),
                 Ok((address, connection)) => {
                     let name = address.name.clone();
-                    match self.join_at(address, connection, on_disconnect, session, last).await {
+                    match self.join_at(address, connection, on_disconnect, session).await {
                         Ok(joined) => return Ok(joined),
                         Err(error) => {
                             self.handle_failure(&name);
@@ -447,12 +447,14 @@ impl Cluster {
         mut connection: Connection,
         on_disconnect: OnDisconnect,
         session: Option<&str>,
-        last: u64,
     ) -> Result<Joined, Error> {
-        let wanted = session.map_or(Session::New(on_disconnect), Session::Attach);
+        let wanted = session.map_or(Session::New(on_disconnect), Session::TakeOver);
         let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
-        let session = match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(session) => session,
+        let (session, last) = match greeted.map_err(|error| address.greeting_failed(&error))? {
+            Greeting::Accepted { session: made, .. } if session.is_none() => (made, 0),
+            Greeting::Accepted { session, last } => {
+                (session, last.unwrap_or_else(above_all_numbers))
+            }
             Greeting::Unsuited => return Err(address.unreachable("it does not keep sessions")),
             Greeting::NotLeader(leader) => {
                 // A witness; it knows the others.
@@ -472,7 +474,7 @@ impl Cluster {
             Greeting::Refused(code) => return Err(address.unreachable(code.text())),
         };
         let last = last + 1;
-        let asked = connection.ask(Some(last), &Request::Stats, address.connect_timeout).await;
+        let asked = connection.ask(Some(last), &Request::Members, address.connect_timeout).await;
         let answer = asked.map_err(|error| address.unreachable(error))?;
         if self.learn(&address.name, &answer, true) == Told::Foreign {
             return Err(not_a_member(&address));

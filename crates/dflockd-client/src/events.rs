@@ -20,8 +20,8 @@ use crate::stream::{Connection, Greeting, Message, Session};
 const BUFFERED_MAX: usize = 4096;
 /// A silent connection is asked whether it still stands.
 const HEARTBEAT: Duration = Duration::from_secs(15);
-/// The same in a cluster, where it is also asked whether it is in touch with the leader: one that is not hears of
-/// nothing and says nothing.
+/// A silent connection to a member of a cluster is asked after so long, and it is also asked whether it is in touch
+/// with the leader: one that is not hears of nothing and says nothing.
 const HEARTBEAT_IN_CLUSTER: Duration = Duration::from_secs(5);
 const BACKOFF_MIN: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
@@ -148,7 +148,7 @@ impl Feed {
                 }
                 return Err(Error::Refused(ErrorCode::NotLeader));
             }
-            Ok(Greeting::Accepted(_) | Greeting::Unsuited | Greeting::Refused(_)) => {}
+            Ok(Greeting::Accepted { .. } | Greeting::Unsuited | Greeting::Refused(_)) => {}
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 return Err(Error::Auth);
             }

@@ -66,7 +66,7 @@ impl Api {
         request
     }
 
-    /// The same for what only an operator may do.
+    /// A message for what only an operator may do, with the admin token besides.
     fn admin_request<T>(&self, message: T, token: &[u8]) -> tonic::Request<T> {
         let mut request = self.request(message);
         if let Ok(token) = MetadataValue::try_from(token) {
@@ -272,21 +272,24 @@ impl Conversation {
         let client_name = name.to_owned();
         let mut sessions = SessionsClient::new(self.api.channel.clone());
         let opened = match wanted {
-            Session::None => return Ok(Greeting::Accepted(None)),
+            Session::None => return Ok(Greeting::Accepted { session: None, last: None }),
             Session::New(_) => {
                 let ttl_ms = u64::try_from(TTL.as_millis()).unwrap_or_default();
                 let request = OpenRequest { ttl_ms, client_name, ..OpenRequest::default() };
                 let opened = sessions.open(self.api.request(request)).await;
-                opened.map(|opened| opened.into_inner().session)
+                opened.map(|opened| (opened.into_inner().session, None))
             }
-            Session::Attach(session) => {
+            Session::Attach(session) | Session::TakeOver(session) => {
                 let session = session.to_owned();
-                let request = AttachRequest { session: session.clone(), client_name };
-                sessions.attach(self.api.request(request)).await.map(|_| session)
+                let tell_last_request_id = matches!(wanted, Session::TakeOver(_));
+                let request =
+                    AttachRequest { session: session.clone(), client_name, tell_last_request_id };
+                let attached = sessions.attach(self.api.request(request)).await;
+                attached.map(|attached| (session, attached.into_inner().last_request_id))
             }
         };
-        let session = match opened.map_err(Failure::from) {
-            Ok(session) => session,
+        let (session, last) = match opened.map_err(Failure::from) {
+            Ok(opened) => opened,
             Err(Failure::Broken) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Err(Failure::Gone) => return Ok(Greeting::Refused(ErrorCode::Error)),
             Err(Failure::NotLeader(leader)) => return Ok(Greeting::NotLeader(leader)),
@@ -302,7 +305,7 @@ impl Conversation {
         self.api.session.clone_from(&session);
         self.bound = matches!(wanted, Session::New(OnDisconnect::Release));
         self.tasks.spawn(keep_alive(self.api.clone(), self.outlet.clone()));
-        Ok(Greeting::Accepted(Some(session).filter(|_| !self.bound)))
+        Ok(Greeting::Accepted { session: Some(session).filter(|_| !self.bound), last })
     }
 
     /// Makes the call of a request.

@@ -146,11 +146,16 @@ impl Lines {
         let (extra, is_kept) = match session {
             Session::None | Session::New(OnDisconnect::Release) => (None, false),
             Session::New(OnDisconnect::Keep) => (Some("keep".to_owned()), true),
-            Session::Attach(session) => (Some(format!("attach={session}")), true),
+            Session::Attach(session) | Session::TakeOver(session) => {
+                (Some(format!("attach={session}")), true)
+            }
         };
         let is_plain = matches!(session, Session::None);
         let mut words = if is_plain { Vec::new() } else { SESSION_WORDS.to_vec() };
         words.extend(extra.as_deref());
+        if matches!(session, Session::TakeOver(_)) {
+            words.push("last");
+        }
         let request = Request::Hello { name, words };
         self.queue(None, &Message::new(&request, Unit::Seconds));
         self.flush(Duration::MAX, |_| {}).await?;
@@ -175,11 +180,13 @@ impl Lines {
             .split(' ')
             .filter_map(|word| word.strip_prefix("keep=").or_else(|| word.strip_prefix("attach=")));
         let session = secrets.next().map(str::to_owned);
+        let last = accepted.split(' ').find_map(|word| word.strip_prefix("last=")?.parse().ok());
         if has("ms") {
             self.reader.unit = Unit::Millis;
         }
         let suits = has("mux") && has("ms") && has("fence") && (!is_kept || session.is_some());
-        Ok(if suits || is_plain { Greeting::Accepted(session) } else { Greeting::Unsuited })
+        let accepted = Greeting::Accepted { session, last };
+        Ok(if suits || is_plain { accepted } else { Greeting::Unsuited })
     }
 
     /// Ends the connection in order.

@@ -135,7 +135,7 @@ struct Pending {
 enum Kind {
     /// Answered by the member itself.
     Local,
-    /// Who belongs to the cluster; likewise.
+    /// Who belongs to the cluster, answered by the member itself.
     Members,
     /// Whether the member is in touch with the leader.
     Probe,
@@ -143,6 +143,15 @@ enum Kind {
     Read,
     /// Executed once by the whole cluster.
     Write,
+}
+
+/// What was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sent {
+    /// Only what the link itself wanted to know or say.
+    Own,
+    /// Something that somebody waits for.
+    Awaited,
 }
 
 /// Why a request is to be repeated at another member.
@@ -196,7 +205,8 @@ fn nature_of(request: &Request<'_>) -> (Kind, Option<GiveBack>) {
         | Request::Hello { .. }
         | Request::StableRef { .. }
         | Request::Ping
-        | Request::Stats => (Kind::Local, None),
+        | Request::Stats
+        | Request::Members => (Kind::Local, None),
         Request::Query(_) | Request::Inspect { .. } | Request::Ls { .. } => (Kind::Read, None),
         Request::Command(ref command) => (Kind::Write, give_back(command)),
         Request::Barrier
@@ -488,17 +498,21 @@ impl Link {
         }
     }
 
-    /// Gives the connection what is to be sent now; false if there is nothing.
-    fn queue_unsent(&self, connection: &mut Connection) -> bool {
+    /// Gives the connection what is to be sent now; none if there is nothing.
+    fn queue_unsent(&self, connection: &mut Connection) -> Option<Sent> {
         let mut state = self.state.lock();
         let unsent = std::mem::take(&mut state.unsent);
+        let mut sent = (!unsent.is_empty()).then_some(Sent::Own);
         for number in &unsent {
             if let Some(pending) = state.pending.get_mut(number) {
                 pending.sent_at = Some(Instant::now());
                 connection.queue(Some(*number), &pending.message);
+                if pending.answer.is_some() {
+                    sent = Some(Sent::Awaited);
+                }
             }
         }
-        !unsent.is_empty()
+        sent
     }
 
     /// A connection stands: everything that is not answered goes out, again or for the first time.

@@ -252,7 +252,7 @@ impl Connection {
         self.ask_hearing(number, &message, timeout, |_| {}).await
     }
 
-    /// The same; what else comes goes to `hear`.
+    /// Asks and waits for the answer, `timeout` at most; what else comes goes to `hear`.
     pub(crate) async fn ask_hearing(
         &mut self,
         number: Option<u64>,
@@ -313,14 +313,21 @@ pub(crate) enum Session<'a> {
     None,
     /// A session of its own.
     New(OnDisconnect),
-    /// A session that exists.
+    /// The session that the client had before.
     Attach(&'a str),
+    /// The session of another client, whose last request is to be told.
+    TakeOver(&'a str),
 }
 
 /// What a server says to a greeting.
 pub(crate) enum Greeting {
-    /// Welcome; by this another connection can attach to the session, if it is kept.
-    Accepted(Option<String>),
+    /// Welcome.
+    Accepted {
+        /// By this another connection can attach to the session, if it is kept.
+        session: Option<String>,
+        /// The highest number of a request of the session that is taken over, if the server tells.
+        last: Option<u64>,
+    },
     /// It can not do all that was asked for.
     Unsuited,
     /// A refusal. `error` is what servers say that do not know the greeting, or the session that it names.

@@ -124,6 +124,32 @@ impl<const N: usize> Chain<N> {
         self.len += 1;
     }
 
+    /// Puts an entry behind the last one that goes before it, which is looked for from the end.
+    pub(crate) fn insert_by<T: Linked<N>>(
+        &mut self,
+        arena: &mut Arena<T>,
+        slot: Slot,
+        goes_before: impl Fn(&T) -> bool,
+    ) {
+        let mut previous = self.tail;
+        while previous != NONE && !goes_before(&arena[previous]) {
+            previous = arena[previous].links().previous;
+        }
+        let next = if previous == NONE { self.head } else { arena[previous].links().next };
+        *arena[slot].links_mut() = Links { previous, next };
+        if previous == NONE {
+            self.head = slot;
+        } else {
+            arena[previous].links_mut().next = slot;
+        }
+        if next == NONE {
+            self.tail = slot;
+        } else {
+            arena[next].links_mut().previous = slot;
+        }
+        self.len += 1;
+    }
+
     pub(crate) fn remove<T: Linked<N>>(&mut self, arena: &mut Arena<T>, slot: Slot) {
         let Links { previous, next } = *arena[slot].links();
         if previous == NONE {

@@ -1,12 +1,13 @@
 //! What is true of every store between two commands. Tests check it after each one, and a snapshot must
 //! pass before it is used.
 
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
 
-use dflockd_api::{Fence, SessionId, Space};
+use dflockd_api::{Bytes, Fence, SessionId, Space};
 
+use crate::client::CLIENT_BYTES_MAX;
 use crate::deadline::Timer;
 use crate::lock::Lock;
 use crate::pattern;
@@ -64,6 +65,7 @@ impl Store {
             self.verify_session(id, session, &mut totals)?;
         }
         ensure!(totals.owned_holds == totals.session_holds, "holds of no session");
+        self.verify_clients()?;
         ensure!(totals.enqueued == totals.session_enqueued, "enqueued claims without a record");
         self.verify_values(&mut totals)?;
         ensure!(totals.blocked == totals.session_blocked, "blocked requests of no session");
@@ -146,9 +148,11 @@ impl Store {
         ensure!(lock.last_fence.0 < self.shared.fence_next(), "{key:?} is ahead of all fences");
         for (_, claim) in queue() {
             ensure!(claim.lock == slot, "{key:?} has somebody else's waiter");
-            ensure!(claim.hold.is_none() && !claim.orphaned, "{key:?} has a waiter that holds");
-            ensure!(claim.request.is_some() || claim.enqueued, "{key:?} has a waiter of nobody");
-            ensure!(claim.request.is_some() == claim.timer.is_some(), "{key:?} waits without end");
+            ensure!(claim.hold.is_none(), "{key:?} has a waiter that holds");
+            let owned = claim.request.is_some() || claim.enqueued;
+            ensure!(owned != claim.orphaned, "{key:?} has a waiter of nobody");
+            let timed = claim.request.is_some() || claim.orphaned;
+            ensure!(timed == claim.timer.is_some(), "{key:?} waits without end");
             totals.timers += usize::from(claim.timer.is_some());
             totals.enqueued += usize::from(claim.enqueued);
             totals.blocked += usize::from(claim.request.is_some());
@@ -231,6 +235,35 @@ impl Store {
         let right =
             timer.is_none_or(|timer| matches!(timer, Some(Timer::Session(it)) if *it == id));
         ensure!(right, "{id:?} is detached for ever");
+        Ok(())
+    }
+
+    fn verify_clients(&self) -> Result<(), String> {
+        let mut orphans = BTreeMap::<SessionId, u32>::new();
+        let (mut referred, mut places) = (0, 0);
+        for (slot, claim) in self.locks.claims.iter() {
+            ensure!(self.is_referred_right(slot), "a claim of {:?} is not found", claim.session);
+            referred += usize::from(self.is_referred(slot));
+            if claim.orphaned {
+                let kept = self.is_kept_for_client(slot);
+                ensure!(kept || claim.hold.is_some(), "a place is kept for nobody");
+                places += u64::from(kept && claim.hold.is_none());
+                *orphans.entry(claim.session).or_default() += 1;
+            }
+        }
+        ensure!(referred == self.referenced.len(), "claims of clients that are gone");
+        ensure!(places == self.referenced.places, "places of orphans are miscounted");
+        for (id, client) in &self.clients {
+            let left = orphans.get(id).copied().unwrap_or(0);
+            ensure!(client.orphans == left, "orphans of {id:?} are miscounted");
+            let lives = self.sessions.contains_key(id) && client.name.is_some();
+            ensure!(left > 0 || lives, "{id:?} is known for nothing");
+            ensure!(client.reference.is_none() || client.name.is_some(), "{id:?} has no name");
+            let length = |it: &Option<Bytes>| it.as_ref().map_or(1, |it| it.len());
+            let lengths = [length(&client.name), length(&client.reference)];
+            let fit = lengths.iter().all(|&bytes| bytes <= CLIENT_BYTES_MAX) && lengths[1] > 0;
+            ensure!(fit, "{id:?} has a name that is too long");
+        }
         Ok(())
     }
 

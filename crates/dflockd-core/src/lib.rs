@@ -16,6 +16,7 @@ extern crate std;
 mod barrier;
 pub mod bugs;
 mod chain;
+mod client;
 mod counter;
 mod deadline;
 mod effect;
@@ -39,6 +40,7 @@ mod watch;
 #[cfg(test)]
 mod tests;
 
+pub use client::CLIENT_BYTES_MAX;
 pub use dflockd_api::*;
 pub use effect::{Effect, Group};
 pub use limits::{KEPT_FOR, Limits, LimitsV2};

@@ -60,7 +60,7 @@ impl Lock {
         }
     }
 
-    /// Whether leaders are elected here: one holder at a time, beside the mutexes.
+    /// Whether this is an exclusive lock in the namespace of locks; elections are such locks.
     pub(crate) fn is_mutex(&self) -> bool {
         self.space == Space::Locks && self.kind == LockKind::Slots(1)
     }
@@ -92,7 +92,8 @@ pub(crate) struct Claim {
     pub(crate) timer: Option<TimerKey>,
     /// Set once granted.
     pub(crate) hold: Option<Hold>,
-    /// The session ended without releasing: the hold belongs to nobody and lasts as long as its lease.
+    /// The session ended without releasing: the hold belongs to nobody and lasts as long as its lease, or the place
+    /// as long as its timer, unless its client comes back (`client.rs`).
     pub(crate) orphaned: bool,
     pub(crate) lock_links: Links,
     pub(crate) session_links: Links,
@@ -226,7 +227,7 @@ impl Locks {
 }
 
 /// What a lock is that is asked for in this mode.
-fn kind_of(mode: Mode) -> LockKind {
+pub(crate) fn kind_of(mode: Mode) -> LockKind {
     match mode {
         Mode::Mutex | Mode::Election => LockKind::Slots(1),
         Mode::Semaphore { limit } => LockKind::Slots(limit),
@@ -261,6 +262,13 @@ impl Store {
         let command::Acquire { mode, wait, lease, salt, key } = command;
         if self.has_all_holds(caller.session) {
             return Some(Outcome::Refused(Refusal::MaxHolds));
+        }
+        if let Some(slot) = self.left_behind(caller.session, key, mode) {
+            let waits = self.locks.claims[slot].hold.is_none() && wait > Span::ZERO;
+            if waits && self.has_all_waits(caller.session) {
+                return Some(Outcome::Refused(Refusal::MaxWaits));
+            }
+            return self.acquire_again(slot, caller, command, effects);
         }
         let lock = match self.lock_for(key, mode) {
             Ok(lock) => lock,
@@ -306,6 +314,12 @@ impl Store {
         }
         if self.has_all_waits(session) {
             return Outcome::Refused(Refusal::MaxWaits);
+        }
+        if let Some(slot) = self.left_behind(session, key, mode) {
+            self.take_back(slot, session, lease, salt);
+            let claim = &self.locks.claims[slot];
+            let grant = |hold: Hold| Grant { token: claim.token(hold.fence), lease: claim.lease };
+            return claim.hold.map_or(Outcome::Queued, |hold| Outcome::Acquired(grant(hold)));
         }
         let lock = match self.lock_for(key, mode) {
             Ok(lock) => lock,
@@ -385,6 +399,7 @@ impl Store {
             return Some(Outcome::Timeout);
         }
         self.block(slot, caller, wait);
+        self.reunite_waiting(slot, effects);
         None
     }
 
@@ -480,10 +495,11 @@ impl Store {
         self.end_hold_of(space, key, token, EndOfHold::Forced, effects)
     }
 
-    /// Ends the hold of a grant that could not be delivered.
+    /// Ends the hold of a grant that could not be delivered, unless its client may come back for it.
     pub(crate) fn undo_grant(&mut self, token: Token, effects: &mut Vec<Effect>) {
         if let Some(&slot) = self.locks.by_fence.get(&token.fence)
             && self.locks.claims[slot].salt == token.salt
+            && !self.is_kept_for_client(slot)
         {
             self.tally.undone += 1;
             self.end_hold(slot, EndOfHold::Released, effects);
@@ -492,6 +508,10 @@ impl Store {
 
     /// The time limit of a wait has come.
     pub(crate) fn wait_over(&mut self, slot: Slot, effects: &mut Vec<Effect>) {
+        self.unrefer(slot);
+        if self.locks.claims[slot].orphaned {
+            return self.place_over(slot, effects);
+        }
         let claim = &mut self.locks.claims[slot];
         claim.timer = None;
         let (session, request) = (claim.session, claim.request.expect("timed claims are blocked"));
@@ -512,6 +532,8 @@ impl Store {
 
     /// Takes a waiting claim out of its queue and out of the records of its session. The lock is to be promoted.
     pub(crate) fn forget_waiter(&mut self, slot: Slot) -> Slot {
+        self.unrefer(slot);
+        self.forget_orphan(slot);
         let lock_slot = self.unqueue(slot);
         let claim = self.locks.claims.remove(slot);
         if let Some(timer) = claim.timer {
@@ -531,6 +553,8 @@ impl Store {
 
     /// Ends a hold and passes the lock on.
     pub(crate) fn end_hold(&mut self, slot: Slot, end: EndOfHold, effects: &mut Vec<Effect>) {
+        self.unrefer(slot);
+        self.forget_orphan(slot);
         let lock_slot = self.locks.claims[slot].lock;
         self.locks.arena[lock_slot].holders.remove(&mut self.locks.claims, slot);
         if !self.locks.claims[slot].orphaned
@@ -626,6 +650,7 @@ impl Store {
         effects: &mut Vec<Effect>,
     ) {
         self.unqueue(head);
+        self.unrefer(head);
         let waited = self.now.since(self.locks.claims[head].since);
         self.tally.granted(self.primitive(head), Some(waited));
         let lock = &self.locks.arena[lock_slot];
@@ -662,7 +687,12 @@ impl Store {
         let claim = &mut self.locks.claims[slot];
         // The longest lease may have become shorter while it waited.
         claim.lease = self.limits.lease(Some(claim.lease));
-        let base = self.now + claim.lease;
+        let mut base = self.now + claim.lease;
+        let is_orphan = claim.orphaned;
+        if is_orphan && let Some(timer) = claim.timer.take() {
+            base = base.min(timer.0);
+            self.deadlines.remove_timer(timer);
+        }
         claim.hold = Some(Hold { fence, base });
         claim.since = self.now;
         let grant = Grant { token: claim.token(fence), lease: claim.lease };
@@ -679,16 +709,22 @@ impl Store {
 
         self.locks.by_fence.insert(fence, slot);
         self.deadlines.add_lease(base, fence, slot);
-        let owner = self.sessions.get_mut(&session).expect("claims are made for a session");
-        owner.holds.push_back(&mut self.locks.claims, slot);
-        owner.count_hold(true);
+        if is_orphan {
+            self.refer(slot);
+        } else {
+            let owner = self.sessions.get_mut(&session).expect("claims are made for a session");
+            owner.holds.push_back(&mut self.locks.claims, slot);
+            owner.count_hold(true);
+        }
 
         let event = if election { Event::Elect } else { Event::Acquire };
         let revision = self.change(event, &key, effects);
         self.locks.arena[lock_slot].revision = revision;
         if election {
             self.observers.tell(LeaderEvent::Elected, &key, Some(session), effects);
-            self.observers.add_leader(&key, session);
+            if !is_orphan {
+                self.observers.add_leader(&key, session);
+            }
         }
         grant
     }
@@ -828,6 +864,7 @@ impl Store {
         claim.request = Some(caller.request);
         claim.timer = Some(timer);
         self.session(caller.session).blocked.insert(caller.request, Blocked::Claim(slot));
+        self.refer(slot);
     }
 
     fn can_grant(&self) -> bool {

@@ -4,6 +4,8 @@ use alloc::vec::Vec;
 
 use dflockd_api::{Caller, Command, Fence, RequestId, SessionId, Span};
 
+use crate::bugs::{Bug, bug};
+use crate::chain::Slot;
 use crate::deadline::Timer;
 use crate::lock::EndOfHold;
 use crate::store::Store;
@@ -24,12 +26,15 @@ impl Store {
     /// Nobody is told: whoever might listen talks to what was before.
     pub fn begin_anew(&mut self, fence: u64, (delay, delay_max): (Span, Option<Span>)) {
         let mut effects = Vec::new();
-        self.shared.raise_fence(fence);
+        if !bug(Bug::FenceKept) {
+            self.shared.raise_fence(fence);
+        }
         let earlier = self
             .deadlines
             .timers()
             .iter()
             .find_map(|(&key, timer)| matches!(timer, Timer::GrantsOpen).then_some(key));
+        let delay = if bug(Bug::GrantsAtOnce) { Span::ZERO } else { delay };
         let mut grants_from = self.now + delay;
         if let Some(key) = earlier {
             grants_from = grants_from.max(key.0);
@@ -42,12 +47,20 @@ impl Store {
         self.grants_open = false;
         self.deadlines.add_timer(grants_from, Timer::GrantsOpen);
         for session in self.session_ids(SessionId(0)..=SessionId(u64::MAX)) {
+            if bug(Bug::HoldsKept) {
+                return;
+            }
             let caller = Caller { session, request: RequestId(0), keep: false };
             let command = Command::EndSession { release: true, forced: true };
             self.apply(caller, command, self.now, &mut effects);
             effects.clear();
         }
         // Holds whose session had ended before them.
+        let orphans = self.locks.claims.iter().filter(|(_, claim)| claim.hold.is_none());
+        let places: Vec<Slot> = orphans.map(|(slot, _)| slot).collect();
+        for slot in places {
+            self.place_over(slot, &mut effects);
+        }
         let mut fences: Vec<Fence> = self.locks.by_fence.keys().copied().collect();
         fences.sort_unstable();
         for fence in fences {

@@ -141,6 +141,17 @@ impl IsWait for Blocked {
     }
 }
 
+/// How a session can end.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndOfSession {
+    /// With its holds; the reason is told if somebody else ended it.
+    Released(Option<LostReason>),
+    /// Its holds go on until their leases end.
+    Left,
+    /// So do its holds. If it has a reference, its places stay until then, and its client gets both back who returns.
+    Orphaned { until: Timestamp },
+}
+
 /// A two-phase record.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Enqueued {
@@ -348,6 +359,19 @@ impl Store {
         self.tally.results_changed(before, after);
     }
 
+    /// The highest number that a repeatable request of a session had, answered or not; 0 if there was none. What is
+    /// asked under a higher one is new.
+    #[must_use]
+    pub fn last_request(&self, session: SessionId) -> RequestId {
+        let Some(owner) = self.sessions.get(&session) else { return RequestId(0) };
+        let unrepeatable = RequestId(RequestId::UNREPEATABLE);
+        let blocked = owner.blocked.range(..unrepeatable).next_back().map(|(&request, _)| request);
+        let results = owner.results.as_deref();
+        let kept = results.and_then(|it| it.kept.last_key_value()).map(|(&request, _)| request);
+        let forgotten = results.and_then(|it| it.forgotten);
+        blocked.max(kept).max(forgotten).unwrap_or(RequestId(0))
+    }
+
     /// The kept results of a session: when each was made, among all that its stores keep, and about its bytes.
     #[must_use]
     pub fn results_made(&self, session: SessionId) -> Vec<(u64, u64)> {
@@ -516,7 +540,7 @@ impl Store {
             self.session(id).detached = Some((until, timer));
             return;
         }
-        self.end_session(id, true, None, effects);
+        self.end_session(id, EndOfSession::Released(None), effects);
         effects.push(Effect::SessionEnded { session: id });
     }
 
@@ -586,12 +610,11 @@ impl Store {
         kept.map_or(Progress::Unknown, |outcome| Progress::Answered(outcome.clone()))
     }
 
-    /// Ends a session: subscriptions, enqueue records, waits, and, if `release`, holds.
+    /// Ends a session: subscriptions, enqueue records, waits, and holds if they are released.
     pub(crate) fn end_session(
         &mut self,
         id: SessionId,
-        release: bool,
-        lost: Option<LostReason>,
+        end: EndOfSession,
         effects: &mut Vec<Effect>,
     ) {
         let Some(owner) = self.sessions.get_mut(&id) else { return };
@@ -603,8 +626,17 @@ impl Store {
             self.forget_subscription(&subscription);
             self.unlist(id, &subscription);
         }
+        let places_until = match end {
+            EndOfSession::Orphaned { until } if self.has_reference(id) => Some(until),
+            EndOfSession::Orphaned { .. } | EndOfSession::Left | EndOfSession::Released(_) => None,
+        };
+        let mut orphans = Vec::new();
         // All its places go before anybody moves up, or it could be granted something on its way out.
         let mut left = Vec::new();
+        let mut leave = |store: &mut Self, slot| match places_until {
+            Some(until) if store.orphan_place(slot, until) => orphans.push(slot),
+            Some(_) | None => left.push(store.forget_waiter(slot)),
+        };
         let owner = self.session(id);
         owner.notes.clear();
         for enqueued in owner.enqueued.take() {
@@ -612,13 +644,13 @@ impl Store {
                 let claim = &mut self.locks.claims[slot];
                 claim.enqueued = false;
                 if claim.hold.is_none() {
-                    left.push(self.forget_waiter(slot));
+                    leave(self, slot);
                 }
             }
         }
         while let Some((&request, blocked)) = self.session(id).blocked.first_key_value() {
             if let &Blocked::Claim(slot) = blocked {
-                left.push(self.forget_waiter(slot));
+                leave(self, slot);
             } else if bug(Bug::DeadPopper) && matches!(blocked, Blocked::Pop { .. }) {
                 self.session(id).blocked.remove(&request);
             } else {
@@ -628,13 +660,18 @@ impl Store {
         for lock in left {
             self.promote(lock, effects);
         }
+        if let Some(client) = self.clients.get_mut(&id)
+            && places_until.is_none()
+            && client.orphans == 0
+        {
+            client.reference = None;
+        }
         while let Some(slot) = self.session(id).holds.first() {
-            if release {
+            if let EndOfSession::Released(lost) = end {
                 self.end_hold(slot, EndOfHold::Session(lost), effects);
                 continue;
             }
-            let claim = &mut self.locks.claims[slot];
-            claim.orphaned = true;
+            let claim = &self.locks.claims[slot];
             if claim.election {
                 let lock = &self.locks.arena[claim.lock];
                 self.observers.forget_leader(&lock.key, id);
@@ -642,8 +679,49 @@ impl Store {
             let owner = self.sessions.get_mut(&id).expect("it is just ending");
             owner.holds.remove(&mut self.locks.claims, slot);
             owner.count_hold(false);
+            self.orphan(slot);
+            orphans.push(slot);
         }
         self.sessions.remove(&id);
+        if self.clients.get(&id).is_some_and(|client| client.orphans == 0) {
+            self.clients.remove(&id);
+        }
         self.tally.results_changed(results, (0, 0));
+        for slot in orphans {
+            self.reunite_orphan(slot, effects);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use dflockd_api::{Mode, Span, Subscription, command};
+
+    /// Who holds or waits for something is busy. Who only listens, or has not claimed a place in time, is not.
+    #[test]
+    fn sessions_are_known_and_some_are_busy() {
+        let shared = Arc::new(crate::Shared::new());
+        let mut store = Store::new(Limits::default(), 1, shared, Timestamp(0));
+        let mut send = |session, now, command| {
+            let caller = Caller { session: SessionId(session), request: RequestId(1), keep: false };
+            store.apply(caller, command, Timestamp(now), &mut Vec::new());
+            store.check_invariants();
+        };
+        let (mode, lease, salt) = (Mode::Mutex, Some(Span(1000)), 7);
+        let acquire = |wait| command::Acquire { key: b"k", mode, wait: Span(wait), lease, salt };
+        let enqueue = |key, lease| command::Enqueue { key, mode, lease, salt };
+        send(1, 0, Command::Acquire(acquire(0)));
+        send(2, 0, Command::Acquire(acquire(1000)));
+        send(3, 0, Command::Enqueue(enqueue(b"k", lease)));
+        send(4, 0, Command::Enqueue(enqueue(b"noted", Some(Span(5)))));
+        let to = Subscription::Signals { pattern: b">", group: b"" };
+        send(5, 0, Command::Subscribe(command::Subscribe { to }));
+        send(5, 5, Command::Tick);
+        let mut busy: Vec<u64> = store.busy_sessions().map(|id| id.0).collect();
+        busy.sort_unstable();
+        assert_eq!(busy, [1, 2, 3]);
+        let known = |id: &u64| store.has_session(SessionId(*id));
+        assert_eq!((0..9).filter(known).collect::<Vec<u64>>(), [1, 2, 3, 4, 5]);
     }
 }

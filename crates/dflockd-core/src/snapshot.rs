@@ -18,7 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::barrier::Barrier;
 use crate::bugs::{Bug, bug};
-use crate::chain::{Chain, Links};
+use crate::chain::{Chain, Links, Slot};
+use crate::client::Client;
 use crate::counter::Counter;
 use crate::deadline::{Timer, TimerKey};
 use crate::election::Reason;
@@ -32,14 +33,17 @@ use crate::store::{IdleValue, Store};
 use crate::subscription::{Members, Owned};
 use crate::view::LockKind;
 
-/// What every store has.
+/// The form with what every store has.
 const VERSION: u8 = 1;
-/// The same, and behind it the holds that were renewed for longer than they were taken for. Only if there are some: so
-/// each state has one form.
+/// The form with what every store has, and behind it the holds that were renewed for longer than they were taken for.
+/// Only if there are some: so each state has one form.
 const WITH_RENEWED: u8 = 2;
-/// What a store has that follows the rules of version 2: the limits of that version behind the head, and the renewed
+/// The form of a store that follows the rules of version 2: the limits of that version behind the head, and the renewed
 /// holds whether there are some or not.
 const OF_RULES_2: u8 = 3;
+/// The form of a store that knows who is behind sessions: the limits of version 2 and the renewed holds in any case,
+/// and behind them the clients. Only if there are some.
+const WITH_CLIENTS: u8 = 4;
 
 /// Why bytes are not a snapshot.
 #[derive(Debug, PartialEq, Eq)]
@@ -125,6 +129,9 @@ struct SessionData {
     detached: Option<(Timestamp, TimerKey)>,
 }
 
+/// Names and references. A client that has said neither is known by its orphans.
+type ClientData = BTreeMap<SessionId, (Bytes, Option<Bytes>)>;
+
 impl From<&Claim> for ClaimData {
     fn from(claim: &Claim) -> Self {
         // Every field is named: one that is added must not be forgotten here.
@@ -170,14 +177,15 @@ impl Store {
     pub fn snapshot(&self) -> Vec<u8> {
         let written = "plain data can be written";
         let renewed = &self.locks.renewed;
-        let follows_2 = self.limits.follows(2);
+        let clients = self.client_data();
         let version = match renewed.is_empty() {
-            _ if follows_2 => OF_RULES_2,
+            _ if !clients.is_empty() => WITH_CLIENTS,
+            _ if self.limits.follows(2) => OF_RULES_2,
             true => VERSION,
             false => WITH_RENEWED,
         };
         let mut bytes = postcard::to_extend(&self.head(), alloc::vec![version]).expect(written);
-        if follows_2 {
+        if version >= OF_RULES_2 {
             bytes = postcard::to_extend(&self.limits.v2(), bytes).expect(written);
         }
         let mut slots: Vec<_> = self.locks.arena.iter().collect();
@@ -190,20 +198,23 @@ impl Store {
         if version != VERSION {
             bytes = postcard::to_extend(renewed, bytes).expect(written);
         }
+        if version == WITH_CLIENTS {
+            bytes = postcard::to_extend(&clients, bytes).expect(written);
+        }
         bytes
     }
 
     /// A store in the state that was written. Counters of `shared` are raised to what the snapshot needs.
     pub fn restore(bytes: &[u8], shared: Arc<Shared>) -> Result<Self, SnapshotError> {
-        let Some((&version @ VERSION..=OF_RULES_2, bytes)) = bytes.split_first() else {
+        let Some((&version @ VERSION..=WITH_CLIENTS, bytes)) = bytes.split_first() else {
             return Err(SnapshotError::Malformed);
         };
         let (mut head, mut bytes) = take::<Head>(bytes)?;
-        if version == OF_RULES_2 {
+        if version >= OF_RULES_2 {
             let v2: LimitsV2;
             (v2, bytes) = take(bytes)?;
             head.limits = head.limits.with_v2(v2);
-            if !head.limits.follows(2) {
+            if version == OF_RULES_2 && !head.limits.follows(2) {
                 return Err(SnapshotError::Malformed);
             }
         }
@@ -218,14 +229,20 @@ impl Store {
         }
         let (rest, bytes) = take::<Rest>(bytes)?;
         let (renewed, bytes) = match version {
-            WITH_RENEWED | OF_RULES_2 => take::<BTreeMap<Fence, Span>>(bytes)?,
+            WITH_RENEWED..=WITH_CLIENTS => take::<BTreeMap<Fence, Span>>(bytes)?,
             _ => (BTreeMap::new(), bytes),
         };
-        if !bytes.is_empty() || (version == WITH_RENEWED && renewed.is_empty()) {
+        let (clients, bytes) = match version {
+            WITH_CLIENTS => take::<ClientData>(bytes)?,
+            _ => (ClientData::new(), bytes),
+        };
+        let unmarked = version == WITH_CLIENTS && clients.is_empty();
+        if !bytes.is_empty() || unmarked || (version == WITH_RENEWED && renewed.is_empty()) {
             return Err(SnapshotError::Malformed);
         }
         let mut store = Self::from_parts(head, count, locks, rest, shared)?;
         store.locks.renewed = renewed;
+        store.restore_clients(clients);
         store.verify().map_err(SnapshotError::Inconsistent)?;
         Ok(store)
     }
@@ -498,6 +515,30 @@ impl Store {
         Ok(slot)
     }
 
+    fn client_data(&self) -> ClientData {
+        let mut clients = ClientData::new();
+        for (&id, Client { name, reference, orphans: _ }) in &self.clients {
+            if let Some(name) = name {
+                clients.insert(id, (name.clone(), reference.clone()));
+            }
+        }
+        clients
+    }
+
+    fn restore_clients(&mut self, clients: ClientData) {
+        for (id, (name, reference)) in clients {
+            self.clients.insert(id, Client { name: Some(name), reference, orphans: 0 });
+        }
+        let claims: Vec<Slot> = self.locks.claims.iter().map(|(slot, _)| slot).collect();
+        for slot in claims {
+            let claim = &self.locks.claims[slot];
+            if claim.orphaned {
+                self.clients.entry(claim.session).or_default().orphans += 1;
+            }
+            self.refer(slot);
+        }
+    }
+
     fn restore_values(
         &mut self,
         counters: BTreeMap<Bytes, Counter>,
@@ -541,4 +582,31 @@ impl Store {
 
 fn take<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<(T, &'a [u8]), SnapshotError> {
     postcard::take_from_bytes(bytes).map_err(|_| SnapshotError::Malformed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn is_refused(bytes: &[u8]) -> bool {
+        matches!(Store::restore(bytes, Arc::new(Shared::new())), Err(SnapshotError::Malformed))
+    }
+
+    /// GUARANTEES 42: a state has one form, so what says more or less than its first byte promises is none.
+    #[test]
+    fn a_state_has_one_form() {
+        for limits in [Limits::default(), Limits::default().with_v2(LimitsV2::default())] {
+            let store = Store::new(limits.clone(), 1, Arc::new(Shared::new()), Timestamp(0));
+            let bytes = store.snapshot();
+            assert!(Store::restore(&bytes, Arc::new(Shared::new())).is_ok());
+            assert!(is_refused(&[&bytes[..], &[0]].concat()), "something behind its end");
+            assert!(is_refused(&bytes[..bytes.len() - 1]), "it ends too early");
+            let marked = |version: u8, more: &[u8]| [&[version], &bytes[1..], more].concat();
+            if limits.follows(2) {
+                assert!(is_refused(&marked(WITH_CLIENTS, &[0])), "no client is there");
+            } else {
+                assert!(is_refused(&marked(WITH_RENEWED, &[0])), "nothing was renewed");
+            }
+        }
+    }
 }

@@ -15,6 +15,7 @@ use hashbrown::HashMap;
 
 use crate::barrier::Barrier;
 use crate::bugs::{Bug, bug};
+use crate::client::{Client, Referenced};
 use crate::counter::Counter;
 use crate::deadline::{Deadlines, Due, Timer};
 use crate::effect::Effect;
@@ -24,7 +25,7 @@ use crate::limits::Limits;
 use crate::list::List;
 use crate::lock::{EndOfHold, Locks};
 use crate::pattern::{self, Separators};
-use crate::session::{Session, Usage};
+use crate::session::{EndOfSession, Session, Usage};
 use crate::shared::Shared;
 use crate::subscription::Subscriptions;
 use crate::tally::{QueueLengths, Tally};
@@ -49,6 +50,9 @@ pub struct Store {
     pub(crate) usages: Option<Usages>,
     /// Each in a box of its own: a table with room to grow should not hold them by value.
     pub(crate) sessions: HashMap<SessionId, Box<Session>, FixedState>,
+    /// Who is behind the sessions that have said it, and behind orphans.
+    pub(crate) clients: HashMap<SessionId, Client, FixedState>,
+    pub(crate) referenced: Referenced,
     pub(crate) subscriptions: Subscriptions,
     pub(crate) observers: Observers,
     pub(crate) deadlines: Deadlines,
@@ -120,6 +124,8 @@ impl Store {
             idle_values: IdleValues::default(),
             usages: None,
             sessions: HashMap::with_hasher(FixedState::with_seed(seed)),
+            clients: HashMap::with_hasher(FixedState::with_seed(seed)),
+            referenced: Referenced::default(),
             subscriptions: Subscriptions::new(),
             observers: Observers::new(),
             deadlines,
@@ -332,14 +338,22 @@ impl Store {
                 self.attach(caller.session);
                 return None;
             }
-            Command::Orphan { ttl } => {
-                self.shorten_leases(caller.session, self.now + ttl);
-                self.end_session(caller.session, false, None, effects);
+            Command::Identify { name, reference } => {
+                self.identify(caller.session, name, reference);
+                return None;
+            }
+            Command::Orphan { ttl, cut } => {
+                let until = self.now + ttl;
+                if cut {
+                    self.shorten_leases(caller.session, until);
+                }
+                self.end_session(caller.session, EndOfSession::Orphaned { until }, effects);
                 return None;
             }
             Command::EndSession { release, forced } => {
                 let reason = forced.then_some(LostReason::Session);
-                self.end_session(caller.session, release, reason, effects);
+                let end = if release { EndOfSession::Released(reason) } else { EndOfSession::Left };
+                self.end_session(caller.session, end, effects);
                 return None;
             }
         };
@@ -456,6 +470,7 @@ impl Store {
             | Command::Undo(_)
             | Command::Detach { .. }
             | Command::Attach
+            | Command::Identify { .. }
             | Command::Orphan { .. }
             | Command::EndSession { .. } => false,
         };

@@ -319,6 +319,11 @@ impl Store {
                 let listeners = self.subscriptions.signals.get_mut(pattern).expect("just found");
                 for (name, members) in &mut listeners.groups {
                     let group = Group { pattern: pattern.clone(), name: name.clone() };
+                    if bug(Bug::LocalDecides)
+                        && self.tally.commands[dflockd_api::CommandKind::Signal as usize] % 2 == 1
+                    {
+                        members.pick();
+                    }
                     let session = members.pick();
                     if bug(Bug::GroupTwice) {
                         let (session, group) = (members.pick(), Some(group.clone()));

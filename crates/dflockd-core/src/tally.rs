@@ -532,8 +532,60 @@ mod tests {
         assert_eq!(restored.snapshot(), bytes, "numbers are no state");
     }
 
+    /// What several stores of a server count is added up, but for the longest queue.
+    #[test]
+    fn tallies_of_several_stores_are_added() {
+        let histogram = |n: u64| {
+            let mut histogram = Histogram::default();
+            (0..n).for_each(|_| histogram.observe(Span(n)));
+            histogram
+        };
+        let tally = |n: u64| {
+            let counts = Counts {
+                grants: n,
+                releases: 2 * n,
+                expiries: 3 * n,
+                forced: 4 * n,
+                ended: 5 * n,
+                timeouts: 6 * n,
+                held: 7 * n,
+                waiting: 8 * n,
+                wait: histogram(n),
+                hold: histogram(2 * n),
+            };
+            Tally {
+                primitives: core::array::from_fn(|_| counts.clone()),
+                commands: [9 * n; CommandKind::ALL.len()],
+                refusals: [10 * n; REFUSALS.len()],
+                undone: 11 * n,
+                listeners: 12 * n,
+                watches: 13 * n,
+                observers: 14 * n,
+                results: 15 * n,
+                results_bytes: 16 * n,
+                lock_keys: 17 * n,
+                counters: 18 * n,
+                kv: 19 * n,
+                lists: 20 * n,
+                barriers: 21 * n,
+                longest_queue: 22 * n,
+            }
+        };
+        let mut sum = tally(1);
+        sum.add(&tally(2));
+        let mut expected = tally(3);
+        expected.longest_queue = 44;
+        for counts in &mut expected.primitives {
+            counts.wait.sum = 1 + 4;
+            counts.hold.sum = 4 + 16;
+        }
+        assert_eq!(sum, expected);
+    }
+
     #[test]
     fn names_are_in_the_order_of_the_numbers() {
+        let names = Primitive::ALL.map(Primitive::name);
+        assert_eq!(names, ["mutex", "election", "semaphore", "read", "write"]);
         for (index, primitive) in Primitive::ALL.into_iter().enumerate() {
             assert_eq!(primitive as usize, index);
         }

@@ -50,6 +50,8 @@ pub struct LockView {
 pub struct HolderView {
     /// Whose it is.
     pub session: SessionId,
+    /// The name of the client, if the session has said it.
+    pub client: Option<Bytes>,
     /// Its fence.
     pub fence: Fence,
     /// What is left of its lease.
@@ -67,6 +69,8 @@ pub struct HolderView {
 pub struct WaiterView {
     /// Whose it is.
     pub session: SessionId,
+    /// The name of the client, if the session has said it.
+    pub client: Option<Bytes>,
     /// For how long it has been there.
     pub waiting: Span,
     /// It wants a write lock.
@@ -545,6 +549,7 @@ impl Store {
                     let hold = claim.hold?;
                     Some(HolderView {
                         session: claim.session,
+                        client: self.client_name(claim.session).cloned(),
                         fence: hold.fence,
                         expires_in: self.deadlines.lease_end(hold.base).since(now),
                         held_for: now.since(claim.since),
@@ -557,6 +562,7 @@ impl Store {
             queue: queue
                 .map(|(_, claim)| WaiterView {
                     session: claim.session,
+                    client: self.client_name(claim.session).cloned(),
                     waiting: now.since(claim.since),
                     writer: claim.exclusive,
                 })
@@ -754,5 +760,112 @@ mod tests {
         assert_eq!(view(1), SessionView { holds: 30, waits: 0, subscriptions: 0 });
         assert_eq!(view(2), SessionView { holds: 0, waits: 10, subscriptions: 0 });
         assert_eq!(view(99), SessionView::default());
+    }
+
+    /// Of queues that are equally long the ones that have waited longest are told, wherever they are.
+    #[test]
+    fn of_equal_queues_the_oldest() {
+        let mut store = store();
+        let mut ask = |session, now| {
+            let caller =
+                Caller { session: SessionId(session), request: RequestId(900), keep: false };
+            let (key, mode, wait) = (b"late", Mode::Mutex, Span::from_secs(60));
+            let command = command::Acquire { key, mode, wait, lease: None, salt: 1 };
+            store.apply(caller, Command::Acquire(command), Timestamp(now), &mut Vec::new());
+        };
+        ask(7, 30);
+        ask(8, 40);
+        let of_first = |slots: [usize; 2]| {
+            let mut contention = Contention::new(1);
+            for slot in slots {
+                store.page_contention(slot..slot + 1, Timestamp(50), &mut contention);
+            }
+            contention.into_locks().next().map(|lock| lock.key)
+        };
+        let slot_of =
+            |key: &[u8]| store.locks.find(Space::Locks, key).expect("it is held") as usize;
+        let [old, late] = [slot_of(b"k00"), slot_of(b"late")];
+        assert_eq!(of_first([late, old]).as_deref(), Some(&b"k00"[..]));
+        assert_eq!(of_first([old, late]).as_deref(), Some(&b"k00"[..]));
+    }
+
+    /// A store with everything that has a name: `a` is all kinds of value, `b` and `c` are entries, `c` for a while.
+    fn values() -> Store {
+        let mut store = Store::new(Limits::default(), 1, Arc::new(Shared::new()), Timestamp(0));
+        let mut request = 0;
+        let mut send = |session, command: Command<'_>| {
+            request += 1;
+            let (session, request) = (SessionId(session), RequestId(request));
+            let caller = Caller { session, request, keep: false };
+            store.apply(caller, command, Timestamp(10), &mut Vec::new());
+        };
+        let set = |key, ttl| command::KvSet { key, value: b"value", ttl };
+        let push = command::Push { key: b"a", end: dflockd_api::End::Left, value: b"item" };
+        send(1, Command::CounterSet(command::CounterSet { key: b"a", value: 5 }));
+        send(1, Command::KvSet(set(b"c", Some(Span(10)))));
+        send(1, Command::KvSet(set(b"b", None)));
+        send(1, Command::KvSet(set(b"a", None)));
+        send(1, Command::Push(push));
+        let wait = Span::from_secs(60);
+        send(1, Command::BarrierWait(command::BarrierWait { key: b"a", count: 3, wait }));
+        let to = |group| dflockd_api::Subscription::Signals { pattern: b"jobs", group };
+        send(1, Command::Subscribe(command::Subscribe { to: to(b"") }));
+        send(2, Command::Subscribe(command::Subscribe { to: to(b"") }));
+        send(2, Command::Subscribe(command::Subscribe { to: to(b"g") }));
+        let to = dflockd_api::Subscription::Signals { pattern: b"grouped", group: b"g" };
+        send(2, Command::Subscribe(command::Subscribe { to }));
+        store
+    }
+
+    /// A page ends where a key ends; what a key is stays together, and what is over is not there.
+    #[test]
+    fn keys_in_pages() {
+        let store = values();
+        let ls = |after: Option<&str>, limit, now| {
+            let listed = store.ls(b"", after.map(str::as_bytes), limit, Timestamp(now));
+            let one =
+                |it: &Listed| format!("{}:{} ", String::from_utf8_lossy(&it.key), it.kind.name());
+            listed.iter().map(one).collect::<String>()
+        };
+        let a = "a:counter a:kv a:list a:barrier ";
+        assert_eq!(ls(None, 1, 10), a);
+        assert_eq!(ls(None, 4, 10), a);
+        assert_eq!(ls(None, 5, 10), format!("{a}b:kv "));
+        assert_eq!(ls(None, 9, 19), format!("{a}b:kv c:kv "));
+        assert_eq!(ls(None, 9, 20), format!("{a}b:kv "), "its time is over");
+        assert_eq!(ls(Some("a"), 1, 10), "b:kv ");
+        assert_eq!(ls(Some("b"), 9, 10), "c:kv ");
+    }
+
+    #[test]
+    fn everything_at_once() {
+        let store = values();
+        let survey = store.survey(Timestamp(12), 9, 9);
+        assert_eq!((survey.locks_total, survey.values_total), (0, 6));
+        let lengths = (survey.counters.len(), survey.kv.len(), survey.lists.len());
+        assert_eq!((lengths, survey.barriers.len()), ((1, 3, 1), 1));
+        let list = &survey.lists[0];
+        assert_eq!((list.length, list.pop_waiters, list.idle), (1, 0, Span(2)));
+        assert_eq!((survey.barriers[0].count, survey.barriers[0].participants), (3, 1));
+        let mut channels: Vec<_> = (survey.signal_channels.iter())
+            .map(|it| (&*it.pattern, &*it.group, it.sessions))
+            .collect();
+        channels.sort_unstable();
+        let jobs = &b"jobs"[..];
+        let grouped = (&b"grouped"[..], &b"g"[..], 1);
+        assert_eq!(channels, [grouped, (jobs, b"", 2), (jobs, b"g", 1)]);
+        let kinds: Vec<_> =
+            store.inspect(b"a", Timestamp(12), 9).iter().map(|view| view.kind().name()).collect();
+        assert_eq!(kinds, ["counter", "kv", "list", "barrier"]);
+        assert_eq!(store.survey(Timestamp(12), 9, 2).kv.len(), 2, "so many names of each kind");
+    }
+
+    #[test]
+    fn a_page_knows_what_it_is_of() {
+        for only in [Only::All, Only::Held, Only::Waiting] {
+            assert_eq!(LockPage::new(b"", None, 1, only).only(), only);
+        }
+        let kinds = [KeyKind::Mutex, KeyKind::ReadWrite, KeyKind::Semaphore];
+        assert_eq!(kinds.map(KeyKind::name), ["mutex", "rwlock", "semaphore"]);
     }
 }

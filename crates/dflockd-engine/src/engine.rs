@@ -11,40 +11,81 @@ use dflockd_core::{
 use crate::clock::Clock;
 use crate::memory::{Memory, Place, Submitted};
 use crate::replicated::{Leader, Replicated, View};
-use crate::router::{Api, Attachment, PendingFlushes, SessionSecret, Sink};
+use crate::router::{Api, Attachment, Mailbox, PendingFlushes, SessionSecret};
 use dflockd_replica::machine::Machine;
-use dflockd_replica::types::{Action, Run};
+use dflockd_replica::types::{Incarnation, ProposalBody};
+use tokio::sync::watch;
 
 /// Keys of each kind in a survey of a cluster's state: it is made by the thread that everything else waits for.
 pub(crate) const NAMES_MAX: usize = 5000;
 
+/// Changes of all keys that are handed out at a time.
+pub const LATEST_MAX: usize = 1024;
+
 /// What keeps the state.
 #[expect(clippy::large_enum_variant, reason = "a process has one of it")]
 pub enum Engine {
-    /// This process, in memory.
+    /// The memory of this process keeps the state.
     Memory(Memory),
-    /// A cluster, of which this process is a member.
+    /// A cluster keeps the state; this process is a member of it.
     Replicated(Arc<Replicated>),
 }
 
 /// A session as an operator sees it.
 pub struct SessionInfo {
-    /// Its number.
+    /// The number of the session.
     pub id: SessionId,
-    /// Its name for people, if it is known.
+    /// The name of the client for people, if it is known.
     pub label: Option<Arc<str>>,
-    /// How its client speaks to this process, if it does.
+    /// How the client of the session speaks to this process, if it does.
     pub api: Option<Api>,
-    /// What it has.
+    /// What the session holds, waits for and subscribes to.
     pub view: SessionView,
+}
+
+/// The name of a client, as the state has it, for people.
+#[must_use]
+pub fn readable(name: &[u8]) -> Arc<str> {
+    String::from_utf8_lossy(name).into()
 }
 
 /// What became of an attach.
 pub enum Attaching {
     /// The session, unless there is none with this secret.
     Done(Option<Attachment>),
-    /// The answer comes through the sink; then [`Engine::attached`] has the session.
+    /// The answer comes through the mailbox; then [`Engine::attached`] has the session.
     Later,
+}
+
+/// Tells whoever follows that there are changes up to a revision.
+pub(crate) fn tell_growth(growth: &watch::Sender<Revision>, revision: impl FnOnce() -> Revision) {
+    if growth.receiver_count() == 0 {
+        return;
+    }
+    let revision = revision();
+    growth.send_if_modified(|told| {
+        let is_more = revision > *told;
+        *told = revision.max(*told);
+        is_more
+    });
+}
+
+/// The kept changes in a store, see [`Engine::changes`].
+fn changes_of(
+    store: &Store,
+    pattern: &[u8],
+    after: Revision,
+    max: usize,
+) -> Result<(Vec<Change>, Revision), Revision> {
+    let upto = store.revision();
+    if after > upto {
+        // Of a cluster that was restored from a backup, or this node is behind.
+        return Ok((Vec::new(), after));
+    }
+    let changes = store.changes(pattern, Separators::NEWEST, after, upto, max)?;
+    let full = changes.len() == max;
+    let last = changes.last().map(|change| change.revision);
+    Ok((changes, last.filter(|_| full).unwrap_or(upto)))
 }
 
 impl Engine {
@@ -112,8 +153,8 @@ impl Engine {
         }
     }
 
-    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`. The salt of
-    /// a token is drawn here, for all APIs.
+    /// Executes a command for a session. Mailboxes of others that have something to do are added to `flushes`. The salt
+    /// of a token is drawn here, for all APIs.
     pub fn submit(
         &self,
         by: &Attachment,
@@ -122,7 +163,10 @@ impl Engine {
         mut command: Command<'_>,
         flushes: &mut PendingFlushes,
     ) -> Submitted {
-        command.draw_salt(rand::random);
+        match self {
+            Self::Memory(_) => command.draw_salt(rand::random),
+            Self::Replicated(member) => command.draw_salt(|| member.chance().draw()),
+        }
         match self {
             Self::Memory(memory) => memory.submit(by, request, keep, command, flushes),
             Self::Replicated(member) => member.submit(by, request, keep, command),
@@ -141,11 +185,11 @@ impl Engine {
     pub fn barrier(&self, by: &Attachment, request: RequestId) -> Submitted {
         match self {
             Self::Memory(_) => Submitted::Done(Outcome::Done),
-            Self::Replicated(member) => member.act(by, request, Action::Barrier),
+            Self::Replicated(member) => member.act(by, request, ProposalBody::Barrier),
         }
     }
 
-    /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before. A connection
+    /// Withdraws a blocked request. Its answer comes through the mailbox, unless it was answered before. A connection
     /// may do this for its own requests even after the session was attached elsewhere.
     pub fn cancel(
         &self,
@@ -187,7 +231,7 @@ impl Engine {
     /// its place has no answers.
     #[must_use]
     pub fn answers(&self, id: SessionId) -> bool {
-        !self.is_replicated() || Run::of(id) != Run(0)
+        !self.is_replicated() || Incarnation::of(id) != Incarnation(0)
     }
 
     /// Everything there is, as far as this process knows. May take a while.
@@ -280,10 +324,14 @@ impl Engine {
                     let store = machine.store()?;
                     ids.extend(store.sessions(after, limit));
                     let ids = ids.into_iter().take(limit);
-                    Some(ids.map(|id| (id, store.view_session(id))).collect::<Vec<_>>())
+                    let seen = ids.map(|id| {
+                        let name = store.client_name(id).map(|name| readable(name));
+                        (id, store.view_session(id), name)
+                    });
+                    Some(seen.collect::<Vec<_>>())
                 });
-                let infos = views.flatten()?.into_iter().map(|(id, view)| {
-                    let (label, api) = (member.label(id), member.router().api(id));
+                let infos = views.flatten()?.into_iter().map(|(id, view, name)| {
+                    let (label, api) = (name.or_else(|| member.label(id)), member.router().api(id));
                     SessionInfo { id, label, api, view }
                 });
                 Some(infos.collect())
@@ -323,12 +371,14 @@ impl Engine {
         }
     }
 
-    /// Something that grows when there may have been changes.
+    /// Follows the history: the receiver wakes up when there are changes after the revision that it was told last. Who
+    /// has it looks once, for what was there before; from then on no change is missed. A change costs nothing more
+    /// while nobody follows.
     #[must_use]
-    pub fn progress(&self) -> u64 {
+    pub fn follow(&self) -> watch::Receiver<Revision> {
         match self {
-            Self::Memory(memory) => memory.revision().0,
-            Self::Replicated(member) => member.applied(),
+            Self::Memory(memory) => memory.follow(),
+            Self::Replicated(member) => member.follow(),
         }
     }
 
@@ -338,7 +388,7 @@ impl Engine {
         match self {
             Self::Memory(memory) => Some(memory.revision()),
             Self::Replicated(member) => {
-                member.look(false, |machine| machine.store().map(Store::revision)).flatten()
+                member.glance(|machine| machine.store().map(Store::revision)).flatten()
             }
         }
     }
@@ -359,18 +409,26 @@ impl Engine {
             Self::Memory(memory) => Some(memory.changes(pattern, after, max)),
             Self::Replicated(member) => {
                 let pattern = pattern.to_vec();
-                let changes = move |store: &Store| {
-                    let upto = store.revision();
-                    if after > upto {
-                        // Of a cluster that was restored from a backup, or this node is behind.
-                        return Ok((Vec::new(), after));
-                    }
-                    let changes = store.changes(&pattern, Separators::NEWEST, after, upto, max)?;
-                    let full = changes.len() == max;
-                    let last = changes.last().map(|change| change.revision);
-                    Ok((changes, last.filter(|_| full).unwrap_or(upto)))
-                };
-                member.look(false, move |machine| machine.store().map(changes)).flatten()
+                let look = move |store: &Store| changes_of(store, &pattern, after, max);
+                member.look(false, move |machine| machine.store().map(look)).flatten()
+            }
+        }
+    }
+
+    /// As [`Engine::changes`], of all keys and [`LATEST_MAX`] at most: takes no longer than a command.
+    ///
+    /// # Errors
+    ///
+    /// If some of them are no longer kept: the last revision that is gone.
+    pub fn latest_changes(
+        &self,
+        after: Revision,
+    ) -> Option<Result<(Vec<Change>, Revision), Revision>> {
+        match self {
+            Self::Memory(memory) => Some(memory.changes(b">", after, LATEST_MAX)),
+            Self::Replicated(member) => {
+                let look = move |store: &Store| changes_of(store, b">", after, LATEST_MAX);
+                member.glance(move |machine| machine.store().map(look)).flatten()
             }
         }
     }
@@ -412,7 +470,8 @@ impl Engine {
         }
     }
 
-    /// The name of a session for people, if it is known.
+    /// The name of a session for people, as far as this process knows it by itself. What the state says of a session
+    /// goes before it: the names in the views of the state, [`readable`].
     pub fn label(&self, id: SessionId) -> Option<Arc<str>> {
         match self {
             Self::Memory(memory) => memory.label(id),
@@ -420,11 +479,11 @@ impl Engine {
         }
     }
 
-    /// A new session whose answers go to `sink`.
-    pub fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
+    /// A new session whose answers go to `mailbox`.
+    pub fn open(&self, mailbox: Arc<dyn Mailbox>, label: Arc<str>) -> Attachment {
         match self {
-            Self::Memory(memory) => memory.open(sink, label),
-            Self::Replicated(member) => member.open(sink, label),
+            Self::Memory(memory) => memory.open(mailbox, label),
+            Self::Replicated(member) => member.open(mailbox, label),
         }
     }
 
@@ -439,9 +498,9 @@ impl Engine {
                 }
             },
             Self::Replicated(member) => {
-                let secret = rand::random();
+                let secret = member.chance().draw();
                 by.session.state.lock().secret = Some(SessionSecret(secret));
-                let submitted = member.act(by, request, Action::Keep { secret });
+                let submitted = member.act(by, request, ProposalBody::Keep { secret });
                 (SessionSecret(secret), submitted)
             }
         }
@@ -463,8 +522,8 @@ impl Engine {
         match self {
             Self::Memory(memory) => Attaching::Done(memory.attach(by, secret, flushes)),
             Self::Replicated(member) => {
-                let action = Action::Attach { secret: secret.0 };
-                match member.act(by, request, action) {
+                let body = ProposalBody::Attach { secret: secret.0 };
+                match member.act(by, request, body) {
                     Submitted::Later(_) => Attaching::Later,
                     Submitted::Done(_) | Submitted::Gone => Attaching::Done(None),
                 }
@@ -477,6 +536,18 @@ impl Engine {
         match self {
             Self::Memory(_) => None,
             Self::Replicated(member) => member.attached(by),
+        }
+    }
+
+    /// The highest number that a repeatable request of a session had, through whatever member: what is asked under a
+    /// higher one is new. None if nobody can say. May take a while.
+    pub fn last_request(&self, id: SessionId) -> Option<RequestId> {
+        match self {
+            Self::Memory(memory) => memory.last_request_of(id),
+            Self::Replicated(member) => {
+                let look = move |machine: &Machine| Some(machine.store()?.last_request(id));
+                member.look(true, look).flatten()
+            }
         }
     }
 
@@ -499,7 +570,7 @@ impl Engine {
     pub fn end(&self, by: &Attachment, request: RequestId, id: SessionId) -> Submitted {
         match self {
             Self::Memory(_) => Submitted::Done(Outcome::Refused(Refusal::NotHeld)),
-            Self::Replicated(member) => member.act(by, request, Action::End { session: id }),
+            Self::Replicated(member) => member.act(by, request, ProposalBody::End { session: id }),
         }
     }
 
@@ -512,7 +583,7 @@ impl Engine {
                 let is_kept = by.session.state.lock().secret.is_some();
                 if is_kept {
                     // Nobody waits for the answer; a session that is gone already is as good.
-                    let _ = member.act(by, request, Action::End { session: by.id() });
+                    let _ = member.act(by, request, ProposalBody::End { session: by.id() });
                 }
                 member.close(by, false, false);
             }
@@ -546,7 +617,7 @@ impl Engine {
     ) -> Submitted {
         match self {
             Self::Memory(memory) => Submitted::Done(memory.kick(id, flushes)),
-            Self::Replicated(member) => member.act(by, request, Action::Kick { session: id }),
+            Self::Replicated(member) => member.act(by, request, ProposalBody::Kick { session: id }),
         }
     }
 

@@ -78,10 +78,10 @@ pub enum FenceFileError {
         version: u32,
     },
     /// The operating system refused.
-    #[error("cannot {action} fence state file {path}: {error}")]
+    #[error("cannot {body} fence state file {path}: {error}")]
     Io {
         /// What was tried.
-        action: &'static str,
+        body: &'static str,
         /// The file.
         path: PathBuf,
         /// The answer of the system.
@@ -388,9 +388,9 @@ fn corrupt(path: &Path, reason: impl Into<String>) -> FenceFileError {
     FenceFileError::Corrupt { path: path.to_owned(), reason: reason.into() }
 }
 
-fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FenceFileError {
+fn failed(body: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FenceFileError {
     let path = path.to_owned();
-    move |error| FenceFileError::Io { action, path, error }
+    move |error| FenceFileError::Io { body, path, error }
 }
 
 #[cfg(test)]

@@ -10,12 +10,8 @@ use parking_lot::Mutex;
 
 use dflockd_replica::admin::{AdminRequest, AdminResult};
 use dflockd_replica::types::RaftId;
-use dflockd_replica::{Replica, Status};
+use dflockd_replica::{Replica, Role, Status};
 
-/// What [`Status::role`] says of a leader.
-const LEADER: &str = "leader";
-/// What [`Status::role`] says of a member that stands for election.
-const CANDIDATE: &str = "candidate";
 /// How often lags are looked at.
 const LAGS_EVERY: Span = Span::from_millis(100);
 
@@ -67,6 +63,8 @@ pub struct Gauges {
     pub proposals: AtomicU64,
     /// Requests for which there was no room, or no decision in time.
     pub proposals_failed: AtomicU64,
+    /// Looks at the state: all that is not a command or a read of one key.
+    pub looks: AtomicU64,
     /// How often another leader was seen than before.
     pub leader_changes: AtomicU64,
     /// How often this member stood for election.
@@ -109,23 +107,23 @@ impl Gauges {
             self.applied.fetch_add(status.applied - before.applied, Relaxed);
             self.apply.observe(now.since(began));
         }
-        if before.role == LEADER && status.role == LEADER {
+        if before.is_leader() && status.is_leader() {
             self.proposals.fetch_add(status.last.saturating_sub(before.last), Relaxed);
         }
         if status.leader.is_some() && status.leader != before.leader {
             self.leader_changes.fetch_add(1, Relaxed);
         }
         // Whoever leads a term has stood for it, also if nobody looked in between.
-        if status.term > before.term && (status.role == LEADER || status.role == CANDIDATE) {
+        if status.term > before.term && (status.is_leader() || status.role == Role::Candidate) {
             self.elections.fetch_add(1, Relaxed);
         }
         // A leader makes the time.
-        if status.role == LEADER || replica.time_seen() > seen.time.0 {
+        if status.is_leader() || replica.time_seen() > seen.time.0 {
             seen.time = (replica.time_seen(), now);
         }
         if now.since(seen.lags_at) >= LAGS_EVERY {
             seen.lags_at = now;
-            *self.lags.lock() = if status.role == LEADER { replica.lags() } else { Vec::new() };
+            *self.lags.lock() = if status.is_leader() { replica.lags() } else { Vec::new() };
         }
     }
 
@@ -134,7 +132,7 @@ impl Gauges {
     #[must_use]
     pub fn time_lag(&self, now: Timestamp) -> Option<Span> {
         let seen = self.seen.lock();
-        let leads = seen.status.is_some_and(|status| status.role == LEADER);
+        let leads = seen.status.is_some_and(|status| status.is_leader());
         let heard = (seen.time.0 > Timestamp(0)).then_some(seen.time.1)?;
         Some(if leads { Span::ZERO } else { now.since(heard) })
     }

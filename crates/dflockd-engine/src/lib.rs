@@ -1,7 +1,7 @@
 //! Runs the core.
 //!
 //! An [`Engine`] keeps the state in memory, spread over shards ([`Memory`]), or is a member of a cluster
-//! ([`Replicated`]). What sessions are to be told goes to their [`Sink`]. Start reading at [`Engine::submit`].
+//! ([`Replicated`]). What sessions are to be told goes to their [`Mailbox`]. Start reading at [`Engine::submit`].
 //!
 //! # A member of a cluster
 //!
@@ -12,9 +12,9 @@
 //!
 //! | Thread | Does |
 //! | --- | --- |
-//! | a worker of the server | under load: drives the replica with what all connections sent |
+//! | a worker of the server | under load: drives the replica with what all connections sent, and writes the answers |
 //! | `replica` | drives the replica when time passes (a tick each 10 ms) or something takes long |
-//! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica |
+//! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica; writes few answers |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |
 //! | `sweep` | exists while files that are not needed any more are removed |
 //! | the runtime's | the peer port; under a light load also the replica, right after a frame of a peer |
@@ -41,7 +41,7 @@
 //! | no descriptor for a file | the thread `log` tries again; a snapshot waits a minute, then is skipped |
 //! | the inputs of a busy replica are full | clients are refused with `error`, frames of peers are lost |
 //! | the leader's process dies | its port refuses, and the followers stand for election at once, 100 ms apart |
-//! | the leader falls silent | election after `--election-timeout-ms` to twice that |
+//! | the leader falls silent | the followers stand for election by turns, from `--election-timeout-ms` to twice that |
 //! | a frame is lost | sent again: by Raft, after 500 ms by the accepting node, a piece of a snapshot after 1 s |
 //!
 //! What waits for a descriptor is not acknowledged. While inputs are full, releases and renewals have a quarter more
@@ -50,12 +50,14 @@
 //! # Bounds
 //!
 //! Before a replica: 131,072 items or 32 MiB, 65,536 reads, 65,536 frames or 256 MiB (`replicated/inputs.rs`). In it:
-//! 64 MiB of items not applied, 32 MiB waiting to be proposed, 8 MiB per entry, 4 MiB of a snapshot under way. Behind
-//! it: at 262,144 notices for clients all but the timer thread wait until they are delivered. Between peers: 64 MiB per
-//! frame, 8,192 frames and 32 MiB queued per peer, 1,024 frames and 64 MiB in the lane of snapshots; 1 KiB and 5 s
-//! until a peer has proven who it is.
+//! 64 MiB of items not applied, 262,144 reads, 32 MiB waiting to be proposed, 8 MiB per entry, 4 MiB of a snapshot
+//! under way; for its disk, 64 MiB of entries that are not committed while it leads, and 256 messages of 1 MiB of its
+//! leader while it follows. Behind it: at 262,144 notices for clients all but the timer thread wait until they are
+//! delivered. Between peers: 64 MiB per frame, 8,192 frames and 32 MiB queued per peer, 1,024 frames and 64 MiB in the
+//! lane of snapshots; 1 KiB and 5 s until a peer has proven who it is.
 
 mod address;
+mod chance;
 mod clock;
 mod engine;
 mod fence_file;
@@ -69,14 +71,21 @@ mod router;
 mod sync;
 pub mod transport;
 
+#[cfg(feature = "sim")]
+pub use replicated::stepped;
+#[cfg(feature = "sim")]
+pub use sync::simulated::with_points;
+
 pub use address::AddressKey;
+pub use chance::Chance;
 pub use clock::Clock;
-pub use engine::{Attaching, Engine, SessionInfo};
+pub use engine::{Attaching, Engine, LATEST_MAX, SessionInfo, readable};
 pub use fence_file::{FenceFile, FenceFileError};
 pub use fences::Fences;
 pub use gauges::{Gauges, TIMES_BUCKETS, Times};
 pub use log_budget::{LogBudget, Suppressed};
 pub use memory::{Memory, Options, Place, Submitted};
-pub use replicated::driver::{ClusterOptions, Formation};
+pub use replicated::driver::{ClusterOptions, Formation, Host, MemberOptions};
+pub use replicated::formation::FirstMember;
 pub use replicated::{Leader, Replicated, View};
-pub use router::{Api, Attachment, PendingFlushes, Pushed, SessionSecret, Sink};
+pub use router::{Api, Attachment, Mailbox, PendingFlushes, Pushed, SessionSecret};

@@ -46,13 +46,13 @@ use dflockd_core::{
 };
 use foldhash::fast::FixedState;
 use parking_lot::{Mutex, MutexGuard, RwLock};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::clock::{Clock, unix_nanos};
-use crate::engine::{Engine, NAMES_MAX, SessionInfo};
+use crate::engine::{Engine, NAMES_MAX, SessionInfo, tell_growth};
 use crate::fences::Fences;
 use crate::router::{
-    Api, Attachment, PendingFlushes, Pushed, Router, Session, SessionSecret, Sink,
+    Api, Attachment, Mailbox, PendingFlushes, Pushed, Router, Session, SessionSecret,
 };
 use dflockd_replica::types::AutoRelease;
 
@@ -81,9 +81,9 @@ pub struct Options {
 /// What became of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Submitted {
-    /// It is answered.
+    /// The command is answered.
     Done(Outcome),
-    /// The answer comes through the session's sink.
+    /// The answer comes through the session's mailbox.
     Later(Place),
     /// The session was attached elsewhere or has ended: nothing was done.
     Gone,
@@ -108,10 +108,12 @@ pub struct Memory {
     clock: Clock,
     fences: Fences,
     shared: Arc<Shared>,
-    /// Of all shards together.
+    /// The limits of all shards together.
     limits: Limits,
     auto_release: AutoRelease,
     sweep_interval: Duration,
+    /// The last change, for those who follow.
+    growth: watch::Sender<Revision>,
 }
 
 /// The watches with wildcards of all shards. The common shard adds and removes them, and every shard that changes a key
@@ -131,7 +133,7 @@ impl SharedWatches for WildWatches {
 
 struct Shard {
     state: Mutex<ShardState>,
-    /// Its next deadline has come closer.
+    /// Notified when the next deadline of the store has come closer.
     earlier: Notify,
 }
 
@@ -139,7 +141,7 @@ struct ShardState {
     store: Store,
     /// When the timer will look next.
     armed: Timestamp,
-    /// Kept to be filled again.
+    /// The effects of a command; empty in between, kept for its memory.
     effects: Vec<Effect>,
 }
 
@@ -200,6 +202,7 @@ impl Memory {
             shared,
             auto_release: options.auto_release,
             sweep_interval: options.sweep_interval,
+            growth: watch::Sender::new(Revision(0)),
         }
     }
 
@@ -209,7 +212,7 @@ impl Memory {
         &self.clock
     }
 
-    /// Executes a command for a session. Sinks of others that have something to do are added to `flushes`.
+    /// Executes a command for a session. Mailboxes of others that have something to do are added to `flushes`.
     pub fn submit(
         &self,
         by: &Attachment,
@@ -254,7 +257,7 @@ impl Memory {
         }
     }
 
-    /// Withdraws a blocked request. Its answer comes through the sink, unless it was answered before. A connection
+    /// Withdraws a blocked request. Its answer comes through the mailbox, unless it was answered before. A connection
     /// may do this for its own requests even after the session was attached elsewhere.
     pub fn cancel(
         &self,
@@ -263,7 +266,7 @@ impl Memory {
         place: Place,
         flushes: &mut PendingFlushes,
     ) {
-        // A number no request has: the cancelled one must be answered through the sink.
+        // A number no request has: the cancelled one must be answered through the mailbox.
         let caller = Caller { session: by.id(), request: RequestId(0), keep: false };
         self.apply(place.0, None, caller, Command::Cancel(command::Cancel { request }), flushes);
     }
@@ -296,6 +299,17 @@ impl Memory {
     /// The revision of the last change.
     pub fn revision(&self) -> Revision {
         self.shared.revision()
+    }
+
+    /// See [`Engine::follow`].
+    pub(crate) fn follow(&self) -> watch::Receiver<Revision> {
+        let growth = self.growth.subscribe();
+        // A command that is applied in a shard from now on finds somebody who follows. What was applied before can be
+        // seen by whoever looks at the revision after this.
+        for shard in &self.shards {
+            drop(shard.state.lock());
+        }
+        growth
     }
 
     /// The kept changes of keys that match, after a revision, in order, and the revision up to which there are no
@@ -487,7 +501,7 @@ impl Memory {
         }
         let infos = sessions.iter().zip(views).map(|(session, view)| {
             let state = session.state.lock();
-            let api = state.sink.as_ref().map(|sink| sink.api());
+            let api = state.mailbox.as_ref().map(|mailbox| mailbox.api());
             SessionInfo { id: session.id(), label: Some(Arc::clone(&state.label)), api, view }
         });
         infos.collect()
@@ -509,9 +523,9 @@ impl Memory {
         self.router.label(id)
     }
 
-    /// A new session whose answers go to `sink`.
-    pub fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
-        self.router.open(sink, label)
+    /// A new session whose answers go to `mailbox`.
+    pub fn open(&self, mailbox: Arc<dyn Mailbox>, label: Arc<str>) -> Attachment {
+        self.router.open(mailbox, label)
     }
 
     /// Lets the session outlive its connection; whoever knows the secret can attach to it. None if as many sessions as
@@ -529,9 +543,9 @@ impl Memory {
         flushes: &mut PendingFlushes,
     ) -> Option<Attachment> {
         let session = self.router.find_kept(secret)?;
-        let (sink, label) = {
+        let (mailbox, label) = {
             let state = by.session.state.lock();
-            (state.sink.clone()?, Arc::clone(&state.label))
+            (state.mailbox.clone()?, Arc::clone(&state.label))
         };
         let epoch = {
             let mut state = session.state.lock();
@@ -539,13 +553,13 @@ impl Memory {
             state.secret?;
             let epoch = session.epoch.fetch_add(1, Ordering::SeqCst) + 1;
             state.label = label;
-            if let Some(old) = state.sink.replace(sink) {
+            if let Some(old) = state.mailbox.replace(mailbox) {
                 old.hand_over();
                 flushes.add(&old);
             }
             epoch
         };
-        let attachment = Attachment { session, epoch };
+        let mut attachment = Attachment { session, epoch, last_request: RequestId(0) };
         // Visiting every shard makes sure that no request of the older connection is under way in one.
         let caller = Caller { session: attachment.id(), request: RequestId(0), keep: false };
         let known: Vec<usize> = attachment.session.shards().collect();
@@ -553,8 +567,19 @@ impl Memory {
             let command = if known.contains(&shard) { Command::Attach } else { Command::Tick };
             self.apply(shard, Some(&attachment), caller, command, flushes);
         }
+        attachment.last_request = self.last_request(&attachment.session);
         self.router.remove(&by.session);
         Some(attachment)
+    }
+
+    /// The highest number that a repeatable request of a session had; none if there is no such session.
+    pub fn last_request_of(&self, id: SessionId) -> Option<RequestId> {
+        self.router.get(id).map(|session| self.last_request(&session))
+    }
+
+    fn last_request(&self, session: &Session) -> RequestId {
+        let last = |shard: usize| self.shards[shard].state.lock().store.last_request(session.id());
+        session.shards().map(last).max().unwrap_or(RequestId(0))
     }
 
     /// The connection of a session has ended.
@@ -565,7 +590,7 @@ impl Memory {
             if !by.is_current() {
                 return;
             }
-            state.sink = None;
+            state.mailbox = None;
             state.secret.is_some()
         };
         if kept {
@@ -600,16 +625,16 @@ impl Memory {
         let Some(session) = self.router.get(id) else {
             return Outcome::Refused(Refusal::NotHeld);
         };
-        let sink = {
+        let mailbox = {
             let state = session.state.lock();
             session.epoch.fetch_add(1, Ordering::SeqCst);
-            state.sink.clone()
+            state.mailbox.clone()
         };
         self.end(&session, true, true, flushes);
-        if let Some(sink) = sink {
-            session.state.lock().sink = None;
-            sink.close();
-            flushes.add(&sink);
+        if let Some(mailbox) = mailbox {
+            session.state.lock().mailbox = None;
+            mailbox.close();
+            flushes.add(&mailbox);
         }
         Outcome::Done
     }
@@ -790,7 +815,7 @@ impl Memory {
             let now = self.clock.now();
             let ShardState { store, effects, armed } = &mut *state;
             {
-                let _bomb = AbortOnPanic { unwinding: std::thread::panicking() };
+                let _abort = AbortOnPanic { unwinding: std::thread::panicking() };
                 store.apply(caller, command, now, effects);
             }
             // In the order of the store, and before anybody else can change it.
@@ -804,6 +829,7 @@ impl Memory {
                 self.shards[shard].earlier.notify_one();
             }
         }
+        tell_growth(&self.growth, || self.revision());
         self.fences.look_after();
         if caller.keep
             && let Some(by) = by
@@ -954,10 +980,10 @@ impl Memory {
                 }
                 if pushed == Pushed::Full
                     && let Some(session) = self.router.get(session)
-                    && let Some(sink) = &session.state.lock().sink
+                    && let Some(mailbox) = &session.state.lock().mailbox
                 {
-                    sink.overflow();
-                    flushes.add(sink);
+                    mailbox.overflow();
+                    flushes.add(mailbox);
                 }
             }
             Effect::SessionEnded { session } => aftermath.ended.push(session),
@@ -967,11 +993,11 @@ impl Memory {
     fn push(&self, session: SessionId, push: &Push, flushes: &mut PendingFlushes) -> Pushed {
         let Some(session) = self.router.get(session) else { return Pushed::Gone };
         let state = session.state.lock();
-        let Some(sink) = &state.sink else { return Pushed::Gone };
-        let pushed = sink.push(push.clone());
+        let Some(mailbox) = &state.mailbox else { return Pushed::Gone };
+        let pushed = mailbox.push(push.clone());
         match pushed {
-            Pushed::First => flushes.add(sink),
-            Pushed::Urgent => flushes.add_urgent(sink),
+            Pushed::First => flushes.add(mailbox),
+            Pushed::Urgent => flushes.add_urgent(mailbox),
             Pushed::Behind | Pushed::Full | Pushed::Gone => {}
         }
         pushed
@@ -1019,7 +1045,7 @@ mod tests {
 
     struct Nobody;
 
-    impl Sink for Nobody {
+    impl Mailbox for Nobody {
         fn reply(&self, _: RequestId, _: Outcome) -> Pushed {
             Pushed::Behind
         }

@@ -13,22 +13,30 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{SessionId, Span};
 use raft::eraftpb::{ConfState, SnapshotMetadata};
 use ring::digest::{SHA256, digest};
 use serde::{Deserialize, Serialize};
 
+use crate::chance::Chance;
 use crate::clock::unix_nanos;
 use dflockd_replica::disk::{Disk, RealDisk};
 use dflockd_replica::log::inspect::{self, Inspection};
 use dflockd_replica::log::{LogBatch, LogOptions, LogStore};
 use dflockd_replica::machine::{Event, Machine};
-use dflockd_replica::types::{Action, Bits128, Member, NodeIdentity, RaftId, Run};
+use dflockd_replica::types::{Bits128, Incarnation, Member, NodeIdentity, ProposalBody, RaftId};
 use dflockd_replica::{StateCopy, apply_entry, codec, note};
 
 /// So many fences are skipped, beside what the clock says: more than a cluster gives out in a year of 30,000 grants a
 /// second.
 pub const FENCE_MARGIN: u64 = 1 << 40;
+
+/// Why there is nothing to begin with.
+const NO_MEMBER: &str = "it holds no member of a cluster";
+/// Why a state is not used. It has no policy, so nobody could tell how long old leases may last.
+const NOT_BEGUN: &str =
+    "it is of a cluster that has not begun: nothing was done in it that could go on";
 
 /// The first bytes of a backup.
 const MAGIC: &[u8; 8] = b"dflkback";
@@ -108,11 +116,11 @@ fn read_backup(bytes: &[u8]) -> Result<(Head, &[u8]), String> {
 /// Which member the new cluster begins with.
 #[derive(Clone, Debug)]
 pub struct Beginning {
-    /// Its name.
+    /// The name of the member.
     pub node: String,
-    /// Where peers will dial it.
+    /// Where peers will dial the member.
     pub peer_addr: String,
-    /// Where clients find it, until it says so itself.
+    /// Where clients find the member, until it says so itself.
     pub client_addr: String,
     /// How long nothing is granted.
     pub delay: Delay,
@@ -156,31 +164,81 @@ pub struct Begun {
 ///
 /// If the file or the directory can not be used, as a text for people.
 pub fn restore(dir: &Path, backup: &[u8], beginning: &Beginning) -> Result<Begun, String> {
-    let (head, data) = read_backup(backup).map_err(|why| format!("the backup: {why}"))?;
-    let mut machine = Machine::restore(data, false).map_err(|why| format!("the backup: {why}"))?;
+    let backup = Backup::read(backup)?;
     if dir.is_dir() && dir.read_dir().map_err(|error| failed(dir, &error))?.next().is_some() {
         return Err(format!(
             "{} is not empty; a restore begins a new node and never writes over one",
             dir.display()
         ));
     }
-    if machine.next_raft_id() > Run::RAFT_ID_MAX {
-        return Err("the backup: no member numbers are left".into());
-    }
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
-    let (mut log, _) = LogStore::open(disk, LogOptions::default())
-        .map_err(|error| format!("{}: {error}", dir.display()))?;
-    let who = NodeIdentity {
-        cluster: None,
-        node: beginning.node.clone(),
-        raft_id: machine.next_raft_id(),
-        disk: rand::random(),
-    };
-    let mut begun = begin(&mut machine, &who, beginning, head.index);
-    begun.made_at = head.made_at;
-    let position = (head.index + 1, head.term + 1);
-    write(&mut log, &machine, who, begun.cluster, position).map_err(|error| failed(dir, &error))?;
-    Ok(begun)
+    let log = LogOptions::default();
+    let around = Around { log, chance: &Chance::System, unix_nanos: unix_nanos() };
+    backup.put(disk, beginning, &around).map_err(|why| format!("{}: {why}", dir.display()))
+}
+
+/// What a new cluster needs of the world around it.
+pub(crate) struct Around<'a> {
+    /// How its log is kept.
+    pub(crate) log: LogOptions,
+    /// Where its id comes from.
+    pub(crate) chance: &'a Chance,
+    /// The wall clock.
+    pub(crate) unix_nanos: u64,
+}
+
+/// A backup that was read.
+pub(crate) struct Backup {
+    head: Head,
+    machine: Machine,
+}
+
+impl Backup {
+    /// Reads the bytes of a backup file.
+    ///
+    /// # Errors
+    ///
+    /// If they are no backup that a cluster can begin with.
+    pub(crate) fn read(bytes: &[u8]) -> Result<Self, String> {
+        let named = |why| format!("the backup: {why}");
+        let (head, data) = read_backup(bytes).map_err(named)?;
+        let machine = Machine::restore(data, false).map_err(named)?;
+        if machine.store().is_none() {
+            return Err(named(NOT_BEGUN.into()));
+        }
+        if machine.next_raft_id() > Incarnation::RAFT_ID_MAX {
+            return Err(named("no member numbers are left".into()));
+        }
+        Ok(Self { head, machine })
+    }
+
+    /// Makes an empty data directory that of the first member of a new cluster.
+    ///
+    /// # Errors
+    ///
+    /// If the directory can not be used.
+    pub(crate) fn put<D: Disk>(
+        self,
+        disk: D,
+        beginning: &Beginning,
+        around: &Around<'_>,
+    ) -> Result<Begun, String> {
+        let Self { head, mut machine } = self;
+        let (mut log, _) =
+            LogStore::open(disk, around.log.clone()).map_err(|error| error.to_string())?;
+        let who = NodeIdentity {
+            cluster: None,
+            node: beginning.node.clone(),
+            raft_id: machine.next_raft_id(),
+            disk: around.chance.draw(),
+        };
+        let mut begun = begin(&mut machine, &who, beginning, head.index, around);
+        begun.made_at = head.made_at;
+        let position = (head.index + 1, head.term + 1);
+        write(&mut log, &machine, who, begun.cluster, position)
+            .map_err(|error| error.to_string())?;
+        Ok(begun)
+    }
 }
 
 /// Makes a cluster of its own of the one member whose directory this is.
@@ -192,19 +250,34 @@ pub fn force_new(dir: &Path, delay: Delay, dry_run: bool) -> Result<Begun, Strin
     if !dir.is_dir() {
         return Err(format!("{} is no directory", dir.display()));
     }
-    let nothing = || format!("{} holds no member of a cluster", dir.display());
     // To open it would make a log where there is none.
-    let names = Looker(dir.to_owned()).list().map_err(|error| failed(dir, &error))?;
+    let names = ReadOnlyDisk(dir.to_owned()).list().map_err(|error| failed(dir, &error))?;
     if !names.iter().any(|name| name.starts_with("log-") || name.starts_with("snapshot-")) {
-        return Err(nothing());
+        return Err(format!("{}: {NO_MEMBER}", dir.display()));
     }
     let disk = RealDisk::open(dir).map_err(|error| failed(dir, &error))?;
-    let (mut log, recovered) = LogStore::open(disk, LogOptions::default())
-        .map_err(|error| format!("{}: {error}", dir.display()))?;
-    let who = recovered.notes.get(note::IDENTITY).ok_or_else(nothing)?;
+    let log = LogOptions::default();
+    let around = Around { log, chance: &Chance::System, unix_nanos: unix_nanos() };
+    force_new_on(disk, delay, dry_run, &around).map_err(|why| format!("{}: {why}", dir.display()))
+}
+
+/// Makes a cluster of its own of the one member whose directory this is.
+///
+/// # Errors
+///
+/// If the directory can not be used.
+pub(crate) fn force_new_on<D: Disk>(
+    disk: D,
+    delay: Delay,
+    dry_run: bool,
+    around: &Around<'_>,
+) -> Result<Begun, String> {
+    let (mut log, recovered) =
+        LogStore::open(disk, around.log.clone()).map_err(|error| error.to_string())?;
+    let who = recovered.notes.get(note::IDENTITY).ok_or(NO_MEMBER)?;
     let who: NodeIdentity =
         codec::unpack(who).map_err(|error| format!("the node's identity: {error}"))?;
-    let snapshot = recovered.snapshot.ok_or_else(nothing)?;
+    let snapshot = recovered.snapshot.ok_or(NO_MEMBER)?;
     let mut machine = Machine::restore(&snapshot.data, false)?;
     let (mut index, mut term) = (snapshot.metadata.index, snapshot.metadata.term);
     let mut events: Vec<Event> = Vec::new();
@@ -224,21 +297,30 @@ pub fn force_new(dir: &Path, delay: Delay, dry_run: bool) -> Result<Begun, Strin
             who.node
         ));
     }
+    if machine.store().is_none() {
+        return Err(NOT_BEGUN.into());
+    }
     let Member { node, peer_addr, client_addr, .. } = member;
     let beginning = Beginning { node, peer_addr, client_addr, delay };
-    let begun = begin(&mut machine, &who, &beginning, index);
+    let begun = begin(&mut machine, &who, &beginning, index, around);
     if dry_run {
         return Ok(begun);
     }
     let position = (index + 1, term.max(recovered.hard_state.term) + 1);
-    write(&mut log, &machine, who, begun.cluster, position).map_err(|error| failed(dir, &error))?;
+    write(&mut log, &machine, who, begun.cluster, position).map_err(|error| error.to_string())?;
     Ok(begun)
 }
 
 /// Makes the state that of a new cluster.
-fn begin(machine: &mut Machine, who: &NodeIdentity, beginning: &Beginning, index: u64) -> Begun {
-    let cluster: Bits128 = rand::random();
+fn begin(
+    machine: &mut Machine,
+    who: &NodeIdentity,
+    beginning: &Beginning,
+    index: u64,
+    around: &Around<'_>,
+) -> Begun {
     let was = machine.cluster();
+    let cluster: Bits128 = if bug(Bug::ClusterIdKept) { was } else { around.chance.draw() };
     let names = machine.members().values().map(|member| member.node.clone());
     let dropped = names.filter(|node| *node != who.node).collect();
     let limits = machine.policy().map(|policy| policy.limits.clone()).unwrap_or_default();
@@ -251,7 +333,7 @@ fn begin(machine: &mut Machine, who: &NodeIdentity, beginning: &Beginning, index
     let delay_safe = longest;
     let Delay { min, max } = beginning.delay;
     let delay = longest.max(min).min(max.unwrap_or(Span(u64::MAX)));
-    let fence = machine.fence_next().max(unix_nanos()).saturating_add(FENCE_MARGIN);
+    let fence = machine.fence_next().max(around.unix_nanos).saturating_add(FENCE_MARGIN);
     let member = Member {
         node: who.node.clone(),
         peer_addr: beginning.peer_addr.clone(),
@@ -264,8 +346,8 @@ fn begin(machine: &mut Machine, who: &NodeIdentity, beginning: &Beginning, index
 }
 
 /// Puts the state into the directory. If this is interrupted it can be done again.
-fn write(
-    log: &mut LogStore<RealDisk>,
+fn write<D: Disk>(
+    log: &mut LogStore<D>,
     machine: &Machine,
     mut who: NodeIdentity,
     cluster: Bits128,
@@ -277,7 +359,7 @@ fn write(
     log.install_snapshot(&metadata, &machine.snapshot())?;
     // What is cut belonged to another log.
     let notes =
-        vec![(note::IDENTITY.to_vec(), codec::pack(&who)), (note::WARY.to_vec(), Vec::new())];
+        vec![(note::IDENTITY.to_vec(), codec::pack(&who)), (note::NON_VOTING.to_vec(), Vec::new())];
     log.write(&LogBatch { notes, ..LogBatch::default() })?;
     log.sync()
 }
@@ -288,16 +370,16 @@ fn failed(dir: &Path, error: &io::Error) -> String {
 
 // ---- Looking ----
 
-/// NodeIdentity the node of a directory is.
+/// Who the node of a data directory is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// Its name.
+    /// The name of the node.
     pub node: String,
-    /// Its number.
+    /// The number of the node in its cluster, 0 while it has none.
     pub raft_id: RaftId,
-    /// Its cluster, once it has one.
+    /// The name of the cluster of the node, once it has one.
     pub cluster: Option<Bits128>,
-    /// How often it was started.
+    /// How often the node was started.
     pub starts: u32,
 }
 
@@ -317,7 +399,7 @@ pub struct Report {
 ///
 /// If it can not be read, or if a node runs in it.
 pub fn look(dir: &Path) -> io::Result<Report> {
-    let disk = Looker(dir.to_owned());
+    let disk = ReadOnlyDisk(dir.to_owned());
     if let Ok(lock) = std::fs::File::open(dir.join("LOCK"))
         && matches!(lock.try_lock_shared(), Err(std::fs::TryLockError::WouldBlock))
     {
@@ -362,10 +444,10 @@ pub fn describe(entry: &raft::eraftpb::Entry) -> String {
         vec![format!("at {:.3}s", std::time::Duration::from_nanos(stamp.0).as_secs_f64())];
     for section in codec::sections(&entry.data) {
         match section {
-            Ok(codec::Section::Order(order)) => parts.push(order_name(&order)),
+            Ok(codec::Section::LeaderCommand(order)) => parts.push(leader_command_name(&order)),
             Ok(codec::Section::Batch { run, first_seq, items, .. }) => {
                 let names: Vec<_> = items
-                    .map(|item| item.map_or("not readable", |item| action_name(&item.action)))
+                    .map(|item| item.map_or("not readable", |item| action_name(&item.body)))
                     .collect();
                 let raft_id = run.raft_id();
                 parts.push(format!("of member {raft_id} from {first_seq}: {}", names.join(" ")));
@@ -376,40 +458,43 @@ pub fn describe(entry: &raft::eraftpb::Entry) -> String {
     parts.join("; ")
 }
 
-fn order_name(order: &dflockd_replica::types::Order) -> String {
-    use dflockd_replica::types::Order;
+fn leader_command_name(order: &dflockd_replica::types::LeaderCommand) -> String {
+    use dflockd_replica::types::LeaderCommand;
     match order {
-        Order::Init { fence, .. } => format!("Init (first fence {fence})"),
-        Order::Tick => "Tick".into(),
-        Order::NewTerm => "NewTerm".into(),
-        Order::NodeLost { run } => format!("NodeLost (member {})", run.raft_id()),
-        Order::Policy(_) => "Policy".into(),
-        Order::Digest { index, .. } => format!("Digest (of entry {index})"),
-        Order::Address { raft_id, peer_addr } => format!("Address (member {raft_id}: {peer_addr})"),
-        Order::Version { version } => format!("Version {version}"),
-        Order::ClusterId { id } => format!("ClusterId {:032x}", u128::from_be_bytes(*id)),
+        LeaderCommand::Init { fence, .. } => format!("Init (first fence {fence})"),
+        LeaderCommand::Tick => "Tick".into(),
+        LeaderCommand::NewTerm => "NewTerm".into(),
+        LeaderCommand::NodeLost { run } => format!("NodeLost (member {})", run.raft_id()),
+        LeaderCommand::Policy(_) => "Policy".into(),
+        LeaderCommand::Digest { index, .. } => format!("Digest (of entry {index})"),
+        LeaderCommand::Address { raft_id, peer_addr } => {
+            format!("Address (member {raft_id}: {peer_addr})")
+        }
+        LeaderCommand::Version { version } => format!("Version {version}"),
+        LeaderCommand::ClusterId { id } => format!("ClusterId {:032x}", u128::from_be_bytes(*id)),
     }
 }
 
-fn action_name(action: &Action<'_>) -> &'static str {
-    match action {
-        Action::Start(_) => "start",
-        Action::Command(command) => command.name(),
-        Action::Undo(_) => "undo",
-        Action::Keep { .. } => "keep",
-        Action::Attach { .. } => "attach",
-        Action::Close { .. } => "close",
-        Action::Kick { .. } => "end_session",
-        Action::End { .. } => "end",
-        Action::Barrier => "barrier",
-        Action::Addresses(_) => "addresses",
+fn action_name(body: &ProposalBody<'_>) -> &'static str {
+    match body {
+        ProposalBody::Start(_) => "start",
+        ProposalBody::Command(command) => command.name(),
+        ProposalBody::Undo(_) => "undo",
+        ProposalBody::Keep { .. } => "keep",
+        ProposalBody::Attach { .. } => "attach",
+        ProposalBody::Close { .. } => "close",
+        ProposalBody::Identify { .. } => "identify",
+        ProposalBody::Kick { .. } => "end_session",
+        ProposalBody::End { .. } => "end",
+        ProposalBody::Barrier => "barrier",
+        ProposalBody::Addresses(_) => "addresses",
     }
 }
 
 /// A directory that is only read. Without a lock: it may belong to somebody else.
-struct Looker(PathBuf);
+struct ReadOnlyDisk(PathBuf);
 
-impl Disk for Looker {
+impl Disk for ReadOnlyDisk {
     fn list(&self) -> io::Result<Vec<String>> {
         let entries = self.0.read_dir()?;
         let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());

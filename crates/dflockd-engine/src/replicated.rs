@@ -1,47 +1,54 @@
 //! The engine behind a Raft log, as connections see it.
 //!
-//! A command becomes an item in the queue of the [`Combiner`], and its answer comes later, through the session's sink,
-//! when this node has applied the entry with the item in it. Any thread may drive the replica, one at a time (flat
-//! combining, `combiner.rs`); `driver.rs` does what the replica wants, `log_writer.rs` waits for the disk, and
+//! A command becomes an item in the queue of the [`Combiner`], and its answer comes later, through the session's
+//! mailbox, when this node has applied the entry with the item in it. Any thread may drive the replica, one at a time
+//! (flat combining, `combiner.rs`); `driver.rs` does what the replica wants, `log_writer.rs` waits for the disk, and
 //! `delivery.rs` brings answers and pushes to connections when the replica is unlocked again.
 
 mod combiner;
 mod delivery;
 pub(crate) mod driver;
+pub(crate) mod formation;
 mod inputs;
 mod log_writer;
+#[cfg(feature = "sim")]
+pub mod stepped;
 #[cfg(test)]
 mod tests;
 mod view;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
-    Command, Effect, Outcome, Push, Query, Refusal, RequestId, SessionId, Span, Store, Timestamp,
-    command,
+    CLIENT_BYTES_MAX, Command, Effect, Outcome, Push, Query, Refusal, RequestId, Revision,
+    SessionId, Span, Store, Timestamp, command,
 };
 use dflockd_replica::admin::{AdminRequest, AdminResult};
 use dflockd_replica::log::Room;
 use dflockd_replica::machine::{Event, Machine};
-use dflockd_replica::types::{Action, Addresses, Item, Member, RaftId, Run};
-use dflockd_replica::{NodeEvent, Replica, StateCopy, Status, urgency};
+use dflockd_replica::types::{Addresses, Incarnation, Proposal, ProposalBody};
+use dflockd_replica::{MadeSnapshot, NodeEvent, Replica, StateCopy, Status, urgency, version};
 use parking_lot::Mutex;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 
 use self::combiner::Combiner;
-use self::delivery::{Delivery, Notice};
-use self::driver::{ClusterOptions, Fatal, ReplicaDriver};
+use self::delivery::{AttachedTo, Delivery, Notice};
+use self::driver::{ClusterOptions, Fatal, MemberOptions, ReplicaDriver};
 use self::inputs::{Input, Inputs};
-use self::log_writer::LogWriter;
+use self::log_writer::{LogJob, LogWriter};
 pub use self::view::{Leader, View};
-use crate::clock::Clock;
+use crate::chance::Chance;
+use crate::clock::{Clock, unix_nanos};
+use crate::engine::tell_growth;
 use crate::gauges::Gauges;
 use crate::memory::Submitted;
-use crate::router::{Attachment, PendingFlushes, Pushed, Router, SessionSecret, Sink};
+use crate::router::{Attachment, Mailbox, PendingFlushes, Pushed, Router, SessionSecret};
 use crate::transport::{Credentials, Identity, Transport};
 
 /// Places of locks that are looked at in one go: everybody else waits meanwhile.
@@ -53,21 +60,31 @@ type NoteDecided = Box<dyn Fn(&str, AdminRequest, bool) + Send + Sync>;
 /// A member of a cluster, for connections.
 pub struct Replicated {
     clock: Clock,
+    chance: Chance,
+    /// The first fence of a new cluster, if this node is its first leader.
+    first_fence: u64,
     router: Router,
     combiner: Combiner<ReplicaDriver>,
     delivery: Delivery,
-    log_writer: Arc<LogWriter>,
+    log_writer: LogWriter,
+    /// The [`Incarnation`] of this node, 0 while it is no member yet.
     run: AtomicU32,
-    /// The last id of a session that was given out: the run, and a number of 32 bits.
+    /// The last id of a session that was given out: the incarnation, and a number of 32 bits.
     last_session: AtomicU64,
-    /// Of sessions that were opened while no id could be given out.
+    /// The last number of a session that was opened while no id could be given out.
     last_nameless: AtomicU32,
     /// Where else this node can be reached.
     addresses: Mutex<Addresses>,
     view: Mutex<View>,
+    /// The cluster has reached the version in which sessions say who is behind them.
+    identifies: AtomicBool,
+    /// The last change that is applied here.
+    revision: AtomicU64,
+    /// The last change that is applied here, for those who follow.
+    growth: watch::Sender<Revision>,
     jobs: Mutex<HashMap<u64, Job>>,
     admins: Mutex<HashMap<u64, oneshot::Sender<AdminResult>>>,
-    /// Copies of the state that somebody waits for.
+    /// Copies of the state, each until the one who waits for it takes it or gives up.
     copies: Mutex<HashMap<u64, StateCopy>>,
     dir: std::path::PathBuf,
     last_id: AtomicU64,
@@ -81,7 +98,7 @@ pub struct Replicated {
     witness: bool,
 }
 
-/// Something that looks at the state on the replica's thread; without one if that is not possible.
+/// Something that looks at the state on the thread that drives the replica; it is given none if that is not possible.
 type Job = Box<dyn FnOnce(Option<&Machine>) + Send>;
 
 impl Replicated {
@@ -91,28 +108,48 @@ impl Replicated {
     ///
     /// If the directory, the port or the credentials can not be used.
     pub async fn start(options: ClusterOptions, clock: Clock) -> Result<Arc<Self>, String> {
-        let front = Arc::new_cyclic(|front: &Weak<Self>| {
+        let member = &options.member;
+        let front = Self::new(member, options.dir.clone(), clock, Chance::System, unix_nanos());
+        let transport = driver::start(&front, options).await?;
+        *front.transport.lock() = Some(transport);
+        Ok(front)
+    }
+
+    fn new(
+        options: &MemberOptions,
+        dir: std::path::PathBuf,
+        clock: Clock,
+        chance: Chance,
+        first_fence: u64,
+    ) -> Arc<Self> {
+        Arc::new_cyclic(|front: &Weak<Self>| {
             let front = front.clone();
-            let deliver = move |may_wait| {
+            let after_pass = move |may_wait| {
                 if let Some(front) = front.upgrade() {
                     front.deliver(may_wait);
+                    front.tell_growth();
                 }
             };
             Self {
                 clock,
+                chance,
+                first_fence,
                 router: Router::new(),
-                combiner: Combiner::new(deliver),
+                combiner: Combiner::new(after_pass),
                 delivery: Delivery::new(),
-                log_writer: Arc::default(),
+                log_writer: LogWriter::default(),
                 run: AtomicU32::new(0),
                 addresses: Mutex::default(),
                 last_session: AtomicU64::new(0),
                 last_nameless: AtomicU32::new(0),
                 view: Mutex::new(View { version: 1, ..View::default() }),
+                identifies: AtomicBool::new(false),
+                revision: AtomicU64::new(0),
+                growth: watch::Sender::new(Revision(0)),
                 jobs: Mutex::default(),
                 admins: Mutex::default(),
                 copies: Mutex::default(),
-                dir: options.dir.clone(),
+                dir,
                 last_id: AtomicU64::new(0),
                 pushes_dropped: AtomicU64::new(0),
                 gauges: Gauges::default(),
@@ -123,10 +160,16 @@ impl Replicated {
                 node: options.node.clone(),
                 witness: options.witness,
             }
-        });
-        let transport = driver::start(&front, options).await?;
-        *front.transport.lock() = Some(transport);
-        Ok(front)
+        })
+    }
+
+    /// Where salts, secrets and seeds come from.
+    pub(crate) fn chance(&self) -> &Chance {
+        &self.chance
+    }
+
+    fn first_fence(&self) -> u64 {
+        self.first_fence
     }
 
     /// Local time.
@@ -141,7 +184,7 @@ impl Replicated {
         &self.node
     }
 
-    /// Whether it keeps no state.
+    /// Whether this node is a witness: it keeps the log, but no state.
     #[must_use]
     pub fn is_witness(&self) -> bool {
         self.witness
@@ -165,9 +208,14 @@ impl Replicated {
         self.pushes_dropped.load(Ordering::Relaxed)
     }
 
-    /// The last entry that is applied here.
-    pub(crate) fn applied(&self) -> u64 {
-        self.view.lock().status.map_or(0, |status| status.applied)
+    /// See [`Engine::follow`](crate::Engine::follow).
+    pub(crate) fn follow(&self) -> watch::Receiver<Revision> {
+        self.growth.subscribe()
+    }
+
+    /// Tells those who follow that there are changes, while no lock of the replica is held.
+    fn tell_growth(&self) {
+        tell_growth(&self.growth, || Revision(self.revision.load(Ordering::Acquire)));
     }
 
     /// Whether this node leads.
@@ -227,21 +275,26 @@ impl Replicated {
     ///
     /// Why it was not done.
     pub async fn admin(&self, request: AdminRequest) -> AdminResult {
-        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
-        self.ask_admin(id, request).await
+        self.ask_admin(self.next_id(), request).await
     }
 
     async fn ask_admin(&self, id: u64, request: AdminRequest) -> AdminResult {
-        let (sender, receiver) = oneshot::channel();
-        self.admins.lock().insert(id, sender);
-        if self.fatal.get().is_some() {
-            self.admins.lock().remove(&id);
-            return Err(self.stopped_because());
-        }
-        self.enqueue(Input::Admin { id, request: request.clone() });
-        let result = receiver.await.unwrap_or_else(|_| Err("this node is shutting down".into()));
+        let told = self.post_admin(id, request.clone());
+        let result = told.await.unwrap_or_else(|_| Err("this node is shutting down".into()));
         self.gauges.asked(&request, &result);
         result
+    }
+
+    /// Asks for a change of the cluster; what came of it is told later.
+    fn post_admin(&self, id: u64, request: AdminRequest) -> oneshot::Receiver<AdminResult> {
+        let (sender, receiver) = oneshot::channel();
+        self.admins.lock().insert(id, sender);
+        if self.fatal.get().is_none() {
+            self.enqueue(Input::Admin { id, request });
+        } else if let Some(sender) = self.admins.lock().remove(&id) {
+            let _ = sender.send(Err(self.stopped_because()));
+        }
+        receiver
     }
 
     /// What operators are told whose request this node will not answer.
@@ -261,15 +314,16 @@ impl Replicated {
         if seen.ok().flatten().is_none() {
             return Err("no leader confirms what is committed; try again".into());
         }
-        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
-        self.ask_admin(id, AdminRequest::Copy).await?;
-        self.copies.lock().remove(&id).ok_or_else(|| "this node is shutting down".into())
+        let awaited = AwaitedCopy { front: self, id: self.next_id() };
+        self.ask_admin(awaited.id, AdminRequest::Copy).await?;
+        awaited.take().ok_or_else(|| "this node is shutting down".into())
     }
 
     pub(crate) fn hand_copy(&self, id: u64, copy: StateCopy) {
-        // Who asked may have given up, and nobody would take it then.
+        // Locked before the look: whoever gives up from here on removes the copy when it is there.
+        let mut copies = self.copies.lock();
         if self.admins.lock().get(&id).is_some_and(|sender| !sender.is_closed()) {
-            self.copies.lock().insert(id, copy);
+            copies.insert(id, copy);
         }
     }
 
@@ -312,26 +366,27 @@ impl Replicated {
 
     // ---- For connections ----
 
-    pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
+    pub(crate) fn open(&self, mailbox: Arc<dyn Mailbox>, label: Arc<str>) -> Attachment {
         let id = self.next_session().unwrap_or_else(|| {
             let number = self.last_nameless.fetch_add(1, Ordering::Relaxed);
-            Run(0).session(number)
+            Incarnation(0).session(number)
         });
-        self.router.open_as(id, 0, sink, label)
+        self.router.open_as(id, 0, mailbox, label)
     }
 
-    /// The id of a new session, which nobody had before. None while this node is no member yet, or if its run has no
-    /// more numbers: then the next run is asked for.
+    /// The id of a new session, which nobody had before. None while this node is no member yet, or if its incarnation
+    /// has no more numbers: then the next incarnation is asked for.
     fn next_session(&self) -> Option<SessionId> {
         let next = |last: u64| {
             let is_left = last >> 32 != 0 && last & u64::from(u32::MAX) != u64::from(u32::MAX);
             is_left.then(|| last + 1)
         };
         match self.last_session.fetch_update(Ordering::AcqRel, Ordering::Acquire, next) {
+            Ok(last) if bug(Bug::SessionReused) => Some(SessionId((last + 1) & !1)),
             Ok(last) => Some(SessionId(last + 1)),
             Err(0) => None,
             Err(last) => {
-                self.enqueue(Input::RenewRun(Run::of(SessionId(last))));
+                self.enqueue(Input::RenewIncarnation(Incarnation::of(SessionId(last))));
                 None
             }
         }
@@ -347,9 +402,12 @@ impl Replicated {
         if let Some(refused) = self.refuse(by) {
             return refused;
         }
+        if is_asked_about(&command) && !self.identify(by) {
+            return self.too_much(keep);
+        }
         let answered = !matches!(command, Command::Acknowledge(_) | Command::Cancel(_));
         let wait = answered.then(|| command.wait());
-        if !self.put(by, request, keep, Action::Command(command), wait) {
+        if !self.put(by, request, keep, ProposalBody::Command(command), wait) {
             return self.too_much(keep);
         }
         if answered {
@@ -359,12 +417,43 @@ impl Replicated {
         }
     }
 
-    /// An action that is answered through the sink.
-    pub(crate) fn act(&self, by: &Attachment, request: RequestId, action: Action<'_>) -> Submitted {
+    /// Tells the cluster who is behind a session, if that is not known. In the same batch as what follows, so it costs
+    /// no time. False: there is too much to do already.
+    fn identify(&self, by: &Attachment) -> bool {
+        let session = &by.session;
+        // Noted first: what is changed from now on is told with the next command.
+        let is_known = session.is_identified() || !self.identifies.load(Ordering::Relaxed);
+        if is_known || !session.set_identified(true) {
+            return true;
+        }
+        let (name, reference) = {
+            let state = session.state.lock();
+            (Arc::clone(&state.label), state.reference.clone())
+        };
+        let name = &name.as_bytes()[..name.len().min(CLIENT_BYTES_MAX)];
+        let reference = reference.as_deref().unwrap_or_default().as_bytes();
+        let is_put =
+            self.put(by, RequestId(0), false, ProposalBody::Identify { name, reference }, None);
+        if !is_put {
+            session.set_identified(false);
+        }
+        is_put
+    }
+
+    /// An action that is answered through the mailbox.
+    pub(crate) fn act(
+        &self,
+        by: &Attachment,
+        request: RequestId,
+        body: ProposalBody<'_>,
+    ) -> Submitted {
         if let Some(refused) = self.refuse(by) {
             return refused;
         }
-        if !self.put(by, request, false, action, Some(Span::ZERO)) {
+        if matches!(body, ProposalBody::Keep { .. }) && !self.identify(by) {
+            return self.too_much(false);
+        }
+        if !self.put(by, request, false, body, Some(Span::ZERO)) {
             return self.too_much(false);
         }
         Submitted::Later(crate::memory::Place::ANY)
@@ -385,7 +474,7 @@ impl Replicated {
             return Some(Submitted::Gone);
         }
         let id = by.id();
-        if Run::of(id) != Run(0) {
+        if Incarnation::of(id) != Incarnation(0) {
             return None;
         }
         match self.next_session() {
@@ -398,8 +487,8 @@ impl Replicated {
     }
 
     pub(crate) fn cancel(&self, by: &Attachment, request: RequestId) {
-        let action = Action::Command(Command::Cancel(command::Cancel { request }));
-        self.put(by, RequestId(0), false, action, None);
+        let body = ProposalBody::Command(Command::Cancel(command::Cancel { request }));
+        self.put(by, RequestId(0), false, body, None);
     }
 
     pub(crate) fn undo(&self, outcome: &Outcome) {
@@ -409,7 +498,7 @@ impl Replicated {
                 0,
                 RequestId(0),
                 false,
-                Action::Undo(outcome.clone()),
+                ProposalBody::Undo(outcome.clone()),
                 None,
             );
         }
@@ -434,13 +523,17 @@ impl Replicated {
             self.router.remove(&untaken.session);
             self.leave(untaken.id(), untaken.epoch());
         }
-        if by.is_current() {
-            by.session.state.lock().sink = None;
-            self.router.remove(&by.session);
-        }
+        // Before anybody finds the session gone, and takes back what it was granted: its client may come back for it.
         if was_used {
-            let action = Action::Close { orderly, referenced };
-            self.put(by, RequestId(0), false, action, None);
+            if referenced {
+                self.identify(by);
+            }
+            let body = ProposalBody::Close { orderly, referenced };
+            self.put(by, RequestId(0), false, body, None);
+        }
+        if by.is_current() {
+            by.session.state.lock().mailbox = None;
+            self.router.remove(&by.session);
         }
     }
 
@@ -454,7 +547,7 @@ impl Replicated {
             return Some(label);
         }
         let view = self.view.lock();
-        let member = view.members.get(&Run::of(id).raft_id())?;
+        let member = view.members.get(&Incarnation::of(id).raft_id())?;
         Some(format!("at {}", member.node).into())
     }
 
@@ -467,22 +560,53 @@ impl Replicated {
         attached
     }
 
-    /// Looks at the state, on the replica's thread: as of now for the whole cluster, or as this node has it.
-    /// None if that
-    /// is not possible in time. Blocks.
+    /// Looks at the state, on the replica's thread: as of now for the whole cluster, or as this node has it. None if
+    /// that is not possible in time. Blocks.
     pub(crate) fn look<T: Send + 'static>(
         &self,
         linear: bool,
         look: impl FnOnce(&Machine) -> T + Send + 'static,
     ) -> Option<T> {
+        wait_for(&self.post_look(linear, look))
+    }
+
+    /// Looks at the state as this node has it, for no longer than a command would: whichever thread drives the replica
+    /// next does it. None if that is not possible in time. Blocks.
+    pub(crate) fn glance<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&Machine) -> T + Send + 'static,
+    ) -> Option<T> {
+        wait_for(&self.post_job(|id| Input::Job { id, linear: false, brief: true }, look))
+    }
+
+    /// Asks for a look at the state; what it saw comes later.
+    fn post_look<T: Send + 'static>(
+        &self,
+        linear: bool,
+        look: impl FnOnce(&Machine) -> T + Send + 'static,
+    ) -> Receiver<Option<T>> {
+        self.post_job(|id| Input::Job { id, linear, brief: false }, look)
+    }
+
+    fn post_job<T: Send + 'static>(
+        &self,
+        input: impl FnOnce(u64) -> Input,
+        look: impl FnOnce(&Machine) -> T + Send + 'static,
+    ) -> Receiver<Option<T>> {
+        self.gauges.looks.fetch_add(1, Ordering::Relaxed);
         let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-        let id = self.last_id.fetch_add(1, Ordering::Relaxed) + 1;
+        let id = self.next_id();
         let job: Job = Box::new(move |machine| {
             let _ = sender.send(machine.map(look));
         });
         self.jobs.lock().insert(id, job);
-        self.enqueue(Input::Job { id, linear });
-        receiver.recv_timeout(Duration::from_secs(10)).ok().flatten()
+        self.enqueue(input(id));
+        receiver
+    }
+
+    /// The number of a question to the replica.
+    fn next_id(&self) -> u64 {
+        self.last_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Looks at all locks, a part at a time, so that others are served in between. Blocks.
@@ -515,11 +639,11 @@ impl Replicated {
         by: &Attachment,
         request: RequestId,
         keep: bool,
-        action: Action<'_>,
+        body: ProposalBody<'_>,
         wait: Option<Span>,
     ) -> bool {
         let epoch = u32::try_from(by.epoch()).unwrap_or(u32::MAX);
-        let is_put = self.put_item(by.id(), epoch, request, keep, action, wait);
+        let is_put = self.put_item(by.id(), epoch, request, keep, body, wait);
         if is_put {
             // A session that nobody but this node has heard of needs no end in the log.
             by.session.touch(0);
@@ -533,11 +657,11 @@ impl Replicated {
         epoch: u32,
         request: RequestId,
         keep: bool,
-        action: Action<'_>,
+        body: ProposalBody<'_>,
         wait: Option<Span>,
     ) -> bool {
-        let urgency = urgency(&action);
-        let item = Item { session, epoch, request, keep, action };
+        let urgency = urgency(&body);
+        let item = Proposal { session, epoch, request, keep, body };
         self.combiner.enqueue(|inputs| inputs.put_item(&item, wait, urgency))
     }
 
@@ -591,12 +715,28 @@ impl Replicated {
     }
 
     /// The log thread tells the replica what was written, and whether there is room again or no more. It drives the
-    /// replica itself for what follows from that, so that no other thread must be woken for the answers.
+    /// replica itself for what follows from that, so that no other thread must be woken for it. Under load the answers
+    /// are left to the designated thread: the next sync begins while they are written.
     pub(super) fn written(&self, number: Option<u64>, room: Option<Room>) {
         let room = room.map(|room| Input::Room { low: room == Room::Low });
         let news = number.map(Input::Written).into_iter().chain(room);
+        let put = |inputs: &mut Inputs| news.fold(true, |_, input| inputs.put(input));
         self.combiner.expect_driver(false);
-        self.combiner.enqueue_and_drive(|inputs| news.fold(true, |_, input| inputs.put(input)));
+        if self.is_light() || self.delivery.is_crowded() {
+            self.combiner.enqueue_and_drive(put);
+        } else {
+            self.combiner.enqueue_and_drive_only(put);
+        }
+    }
+
+    /// A snapshot was made and stored; none: there was no room for it, and the next one is tried later.
+    pub fn snapshot_made(&self, made: Option<MadeSnapshot>) {
+        self.enqueue(Input::Snapshot(made));
+    }
+
+    /// Obsolete files were removed: there may be room again.
+    pub fn swept(&self) {
+        self.log_writer.put([LogJob::Swept]);
     }
 
     pub(crate) fn is_over(&self) -> bool {
@@ -606,6 +746,11 @@ impl Replicated {
     /// Waits for something to come before the replica takes part, `wait` at most. None: it is over.
     fn wait_for_work(&self, wait: Duration) -> Option<Inputs> {
         self.combiner.wait_for_work(wait)
+    }
+
+    /// Lets the thread look that waits for work before the replica takes part.
+    fn wake_timer(&self) {
+        self.combiner.wake_timer();
     }
 
     /// Lets the replica take part, and is the timer thread of the combiner until it is over.
@@ -628,16 +773,21 @@ impl Replicated {
     }
 
     /// This node is a member and begins an incarnation: sessions get their ids from it.
-    pub(crate) fn begin_run(&self, run: Run) {
+    pub(crate) fn begin_incarnation(&self, run: Incarnation) {
         self.last_session.store(run.session(0).0, Ordering::Release);
         self.run.store(run.0, Ordering::Release);
         self.announce_addresses();
     }
 
+    /// Whether the node has begun an incarnation.
+    fn has_incarnation(&self) -> bool {
+        self.run.load(Ordering::Acquire) != 0
+    }
+
     /// Where else clients find this node, for the others to know.
     pub fn set_addresses(&self, addresses: Addresses) {
         *self.addresses.lock() = addresses;
-        if self.run.load(Ordering::Acquire) != 0 {
+        if self.has_incarnation() {
             self.announce_addresses();
         }
     }
@@ -645,8 +795,8 @@ impl Replicated {
     fn announce_addresses(&self) {
         let addresses = self.addresses.lock().clone();
         if addresses != Addresses::default() {
-            let action = Action::Addresses(addresses);
-            self.put_item(SessionId(0), 0, RequestId(0), false, action, None);
+            let body = ProposalBody::Addresses(addresses);
+            self.put_item(SessionId(0), 0, RequestId(0), false, body, None);
         }
     }
 
@@ -655,7 +805,9 @@ impl Replicated {
     }
 
     pub(super) fn set_members(&self, replica: &Replica) {
-        self.view.lock().set_members(replica);
+        let mut view = self.view.lock();
+        view.set_members(replica);
+        self.identifies.store(view.version >= version::IDENTIFIED, Ordering::Relaxed);
     }
 
     pub(super) fn admit(&self, peer: &Identity) -> Result<(), String> {
@@ -682,13 +834,12 @@ impl Replicated {
     }
 
     /// Sorts out the replica's events, under the combiner's lock: what is for clients becomes notices. True: the
-    /// members have changed. Whom there is to talk to goes to `meet`.
+    /// members have changed, or whom there is to talk to.
     fn route(
         &self,
         events: impl Iterator<Item = NodeEvent>,
         replica: &Replica,
         notices: &mut Vec<Notice>,
-        mut meet: impl FnMut(BTreeMap<RaftId, Member>),
     ) -> bool {
         let mut members = false;
         for event in events {
@@ -696,6 +847,9 @@ impl Replicated {
                 NodeEvent::Machine(event) => {
                     members |= matches!(event, Event::Members | Event::PolicyChanged);
                     notices.extend(self.notice(event, replica.machine()));
+                }
+                NodeEvent::Reply { session, request, outcome, undo } => {
+                    notices.push(Notice::Reply { session, request, outcome, undo });
                 }
                 NodeEvent::Job(id, can) => {
                     if let Some(job) = self.jobs.lock().remove(&id) {
@@ -716,36 +870,35 @@ impl Replicated {
                         note(&node, request, done);
                     }
                 }
-                NodeEvent::Peers(members) => meet(members),
+                NodeEvent::Peers => members = true,
                 NodeEvent::Skipped => {
                     let Some(store) = replica.machine().store() else { continue };
                     let sessions = self.router.all().into_iter().map(|session| session.id());
                     let listeners = sessions.filter(|&session| store.subscribes(session));
                     notices.extend(listeners.map(|session| Notice::Expel { session, epoch: None }));
                 }
-                NodeEvent::NewRun(run) => {
-                    self.begin_run(run);
+                NodeEvent::NewIncarnation(run) => {
+                    self.begin_incarnation(run);
                     let sessions = self.router.all().into_iter().map(|session| session.id());
-                    let is_old = |session: &SessionId| ![Run(0), run].contains(&Run::of(*session));
+                    let is_old = |session: &SessionId| {
+                        ![Incarnation(0), run].contains(&Incarnation::of(*session))
+                    };
                     notices.extend(sessions.filter(is_old).map(|session| Notice::Cut { session }));
                 }
             }
         }
         self.delivery.enqueue(notices);
+        let revision = replica.machine().store().map_or(Revision(0), Store::revision);
+        self.revision.store(revision.0, Ordering::Release);
         members
     }
 
     /// What is to be told of an event of the replicated state, if anything.
     fn notice(&self, event: Event, machine: &Machine) -> Option<Notice> {
-        let run = Run(self.run.load(Ordering::Acquire));
+        let run = Incarnation(self.run.load(Ordering::Acquire));
         match event {
-            Event::Effect(Effect::Reply { session, request, outcome }) => {
-                // What was given and can not be told is taken back by the node that should have told it, and
-                // by no other.
-                let repeatable = machine.is_kept(session) && request.is_repeatable();
-                let undo = machine.home(session) == Some(run) && !repeatable;
-                Some(Notice::Reply { session, request, outcome, undo })
-            }
+            // Told by an event of the replica, which knows whose request it was.
+            Event::Effect(Effect::Reply { .. }) => None,
             Event::Effect(Effect::Push { session, push, .. }) => {
                 Some(Notice::Push { session, push })
             }
@@ -753,13 +906,18 @@ impl Replicated {
                 Some(Notice::Expel { session, epoch: None })
             }
             Event::Attached { by, request, to } => {
-                Some(Notice::Attached { by, request, to, is_own: Run::of(by) == run })
+                let to = to.zip(machine.store()).map(|((session, epoch), store)| AttachedTo {
+                    session,
+                    epoch,
+                    last_request: store.last_request(session),
+                });
+                Some(Notice::Attached { by, request, to, is_own: Incarnation::of(by) == run })
             }
             Event::Gone { session, epoch, .. } => {
                 Some(Notice::Expel { session, epoch: Some(epoch) })
             }
-            Event::RunStarted(_)
-            | Event::RunEnded(_)
+            Event::IncarnationStarted(_)
+            | Event::IncarnationEnded(_)
             | Event::Members
             | Event::PolicyChanged
             | Event::Digest { .. } => None,
@@ -796,18 +954,18 @@ impl Replicated {
         if !epoch.is_none_or(is_current) {
             return;
         }
-        if let Some(sink) = session.state.lock().sink.take() {
-            sink.close();
-            flushes.add(&sink);
+        if let Some(mailbox) = session.state.lock().mailbox.take() {
+            mailbox.close();
+            flushes.add(&mailbox);
         }
     }
 
     /// The connection of a session ends because this node was out of touch with the others.
     fn cut(&self, id: SessionId, flushes: &mut PendingFlushes) {
         let Some(session) = self.router.get(id) else { return };
-        if let Some(sink) = session.state.lock().sink.take() {
-            sink.cut();
-            flushes.add(&sink);
+        if let Some(mailbox) = session.state.lock().mailbox.take() {
+            mailbox.cut();
+            flushes.add(&mailbox);
         }
     }
 
@@ -839,19 +997,19 @@ impl Replicated {
     fn push(&self, id: SessionId, push: Push, flushes: &mut PendingFlushes) {
         let Some(session) = self.router.get(id) else { return };
         let state = session.state.lock();
-        let Some(sink) = &state.sink else { return };
-        match sink.push(push) {
-            Pushed::First => flushes.add(sink),
+        let Some(mailbox) = &state.mailbox else { return };
+        match mailbox.push(push) {
+            Pushed::First => flushes.add(mailbox),
             Pushed::Urgent => {
-                flushes.add_urgent(sink);
+                flushes.add_urgent(mailbox);
                 drop(state);
                 flushes.run();
             }
             Pushed::Behind | Pushed::Gone => {}
             Pushed::Full => {
                 self.pushes_dropped.fetch_add(1, Ordering::Relaxed);
-                sink.overflow();
-                flushes.add(sink);
+                mailbox.overflow();
+                flushes.add(mailbox);
             }
         }
     }
@@ -859,31 +1017,31 @@ impl Replicated {
     /// Gives a kept session back that nobody here has: it waits for its client again.
     fn leave(&self, id: SessionId, epoch: u64) {
         let epoch = u32::try_from(epoch).unwrap_or(u32::MAX);
-        let action = Action::Close { orderly: false, referenced: false };
-        self.put_item(id, epoch, RequestId(0), false, action, None);
+        let body = ProposalBody::Close { orderly: false, referenced: false };
+        self.put_item(id, epoch, RequestId(0), false, body, None);
     }
 
     fn attach(
         &self,
         by: SessionId,
         request: RequestId,
-        to: Option<(SessionId, u32)>,
+        to: Option<AttachedTo>,
         is_own: bool,
         flushes: &mut PendingFlushes,
     ) {
-        if let Some((id, epoch)) = to
+        if let Some(AttachedTo { session: id, epoch, .. }) = to
             && let Some(old) = self.router.get(id)
             && old.epoch.load(Ordering::SeqCst) < u64::from(epoch)
         {
             old.epoch.store(u64::from(epoch), Ordering::SeqCst);
-            if let Some(sink) = old.state.lock().sink.take() {
-                sink.hand_over();
-                flushes.add(&sink);
+            if let Some(mailbox) = old.state.lock().mailbox.take() {
+                mailbox.hand_over();
+                flushes.add(&mailbox);
             }
             self.router.remove(&old);
         }
         let Some(session) = self.router.get(by) else {
-            if let Some((id, epoch)) = to
+            if let Some(AttachedTo { session: id, epoch, .. }) = to
                 && is_own
             {
                 self.leave(id, u64::from(epoch));
@@ -892,12 +1050,15 @@ impl Replicated {
         };
         let outcome = match to {
             None => Outcome::Refused(Refusal::NotHeld),
-            Some((id, epoch)) => {
+            Some(AttachedTo { session: id, epoch, last_request }) => {
                 let mut state = session.state.lock();
-                if let Some(sink) = state.sink.clone() {
+                if let Some(mailbox) = state.mailbox.clone() {
                     let label = Arc::clone(&state.label);
-                    let attachment = self.router.open_as(id, u64::from(epoch), sink, label);
+                    let attachment = self.router.open_as(id, u64::from(epoch), mailbox, label);
+                    let attachment = Attachment { last_request, ..attachment };
                     attachment.session.touch(0);
+                    // A kept session keeps the name that it has.
+                    attachment.session.set_identified(true);
                     attachment.session.state.lock().secret = Some(SessionSecret([0; 16]));
                     state.attached = Some(attachment);
                 }
@@ -906,4 +1067,39 @@ impl Replicated {
         };
         self.reply(by, request, outcome, false, flushes);
     }
+}
+
+/// A copy of the state that somebody waits for. Whoever gives up leaves none behind: it is as large as the state.
+struct AwaitedCopy<'a> {
+    front: &'a Replicated,
+    id: u64,
+}
+
+impl AwaitedCopy<'_> {
+    fn take(&self) -> Option<StateCopy> {
+        self.front.copies.lock().remove(&self.id)
+    }
+}
+
+impl Drop for AwaitedCopy<'_> {
+    fn drop(&mut self) {
+        self.take();
+    }
+}
+
+/// Whether a command can make its session one that people see: it holds, waits or listens then.
+fn is_asked_about(command: &Command<'_>) -> bool {
+    matches!(
+        command,
+        Command::Acquire(_)
+            | Command::Enqueue(_)
+            | Command::Pop(command::Pop { wait: Some(_), .. })
+            | Command::BarrierWait(_)
+            | Command::Subscribe(_)
+    )
+}
+
+/// What a look at the state saw, if it was possible in time. Blocks.
+fn wait_for<T>(seen: &Receiver<Option<T>>) -> Option<T> {
+    seen.recv_timeout(Duration::from_secs(10)).ok().flatten()
 }

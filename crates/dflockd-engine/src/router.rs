@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use dflockd_core::{Outcome, Push, RequestId, SessionId, Usage};
 use parking_lot::{Mutex, RwLock};
@@ -12,20 +12,20 @@ use parking_lot::{Mutex, RwLock};
 ///
 /// `reply` and `push` are called while a shard is locked: they only put things aside. Whoever caused them
 /// calls `flush` afterwards, when no lock is held.
-pub trait Sink: Send + Sync {
+pub trait Mailbox: Send + Sync {
     /// The answer to an earlier request.
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed;
     /// Something the session is told.
     fn push(&self, push: Push) -> Pushed;
     /// The receiver is too slow for what it is told and must be cut off.
     fn overflow(&self);
-    /// The session is no longer this sink's: finish what is written and close.
+    /// The session is no longer this mailbox's: finish what is written and close.
     fn close(&self);
-    /// Closes the sink because another connection has taken the session over.
+    /// Closes the mailbox because another connection has taken the session over.
     fn hand_over(&self) {
         self.close();
     }
-    /// Closes the sink because this node was out of touch with the others: nobody else has taken the session over.
+    /// Closes the mailbox because this node was out of touch with the others: nobody else has taken the session over.
     fn cut(&self) {
         self.close();
     }
@@ -35,7 +35,7 @@ pub trait Sink: Send + Sync {
     }
     /// Delivers what was put aside; does nothing while another thread delivers, which will see it.
     fn flush(&self);
-    /// Delivers what was put aside by a sink that is nearly full: waits a little for a thread that delivers already.
+    /// Delivers what was put aside by a mailbox that is nearly full: waits a little for a thread that delivers already.
     fn flush_urgently(&self) {
         self.flush();
     }
@@ -56,7 +56,7 @@ impl Api {
     /// All of them, in the order of their discriminants.
     pub const ALL: [Self; 3] = [Self::Line, Self::Http, Self::Grpc];
 
-    /// Its name in labels of metrics, lists of sessions and records of operators.
+    /// The name of the API in labels of metrics, lists of sessions and records of operators.
     pub fn name(self) -> &'static str {
         match self {
             Self::Line => "line",
@@ -66,14 +66,14 @@ impl Api {
     }
 }
 
-/// What became of something handed to a sink.
+/// What became of something handed to a mailbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pushed {
     /// Put aside behind other things that somebody will flush.
     Behind,
-    /// Put aside; the sink wants a flush.
+    /// Put aside; the mailbox wants a flush.
     First,
-    /// Put aside; the sink wants a flush before more is handed to it.
+    /// Put aside; the mailbox wants a flush before more is handed to it.
     Urgent,
     /// No room for it.
     Full,
@@ -81,10 +81,10 @@ pub enum Pushed {
     Gone,
 }
 
-/// Sinks to flush once no lock is held.
+/// Mailboxes to flush once no lock is held.
 #[derive(Default)]
 pub struct PendingFlushes {
-    sinks: Vec<(Arc<dyn Sink>, bool)>,
+    mailboxes: Vec<(Arc<dyn Mailbox>, bool)>,
     urgent: bool,
 }
 
@@ -92,32 +92,32 @@ impl PendingFlushes {
     /// None.
     #[must_use]
     pub const fn new() -> Self {
-        Self { sinks: Vec::new(), urgent: false }
+        Self { mailboxes: Vec::new(), urgent: false }
     }
 
-    /// Some sink is nearly full.
+    /// Some mailbox is nearly full.
     #[must_use]
     pub fn is_urgent(&self) -> bool {
         self.urgent
     }
 
-    pub(crate) fn add(&mut self, sink: &Arc<dyn Sink>) {
-        self.sinks.push((Arc::clone(sink), false));
+    pub(crate) fn add(&mut self, mailbox: &Arc<dyn Mailbox>) {
+        self.mailboxes.push((Arc::clone(mailbox), false));
     }
 
-    pub(crate) fn add_urgent(&mut self, sink: &Arc<dyn Sink>) {
-        self.sinks.push((Arc::clone(sink), true));
+    pub(crate) fn add_urgent(&mut self, mailbox: &Arc<dyn Mailbox>) {
+        self.mailboxes.push((Arc::clone(mailbox), true));
         self.urgent = true;
     }
 
     /// Flushes them all.
     pub fn run(&mut self) {
         self.urgent = false;
-        for (sink, urgent) in self.sinks.drain(..) {
-            let flush = || if urgent { sink.flush_urgently() } else { sink.flush() };
+        for (mailbox, urgent) in self.mailboxes.drain(..) {
+            let flush = || if urgent { mailbox.flush_urgently() } else { mailbox.flush() };
             // One broken connection must neither keep the others from being served nor end the thread that does it.
             if catch_unwind(AssertUnwindSafe(flush)).is_err() {
-                sink.close();
+                mailbox.close();
             }
         }
     }
@@ -138,12 +138,16 @@ pub(crate) struct Session {
     pub(crate) usage: Arc<Usage>,
     /// Raised by each attach; requests of an older one do nothing.
     pub(crate) epoch: AtomicU64,
+    /// The cluster was told who is behind the session.
+    identified: AtomicBool,
     pub(crate) state: Mutex<State>,
 }
 
 pub(crate) struct State {
-    pub(crate) sink: Option<Arc<dyn Sink>>,
+    pub(crate) mailbox: Option<Arc<dyn Mailbox>>,
     pub(crate) label: Arc<str>,
+    /// By which the client is known when it comes back.
+    pub(crate) reference: Option<Arc<str>>,
     /// Set if the session outlives its connection.
     pub(crate) secret: Option<SessionSecret>,
     /// The session that this one's connection is to have instead, until it takes it.
@@ -158,16 +162,16 @@ impl State {
         outcome: &Outcome,
         flushes: &mut PendingFlushes,
     ) -> bool {
-        let Some(sink) = &self.sink else { return false };
-        match sink.reply(request, outcome.clone()) {
+        let Some(mailbox) = &self.mailbox else { return false };
+        match mailbox.reply(request, outcome.clone()) {
             Pushed::First | Pushed::Urgent => {
-                flushes.add(sink);
+                flushes.add(mailbox);
                 true
             }
             Pushed::Behind => true,
             Pushed::Full => {
-                sink.overflow();
-                flushes.add(sink);
+                mailbox.overflow();
+                flushes.add(mailbox);
                 false
             }
             Pushed::Gone => false,
@@ -185,6 +189,16 @@ impl Session {
         if word.load(Ordering::Relaxed) & bit == 0 {
             word.fetch_or(bit, Ordering::Relaxed);
         }
+    }
+
+    /// Whether the cluster was told who is behind the session.
+    pub(crate) fn is_identified(&self) -> bool {
+        self.identified.load(Ordering::Acquire)
+    }
+
+    /// Notes whether the cluster was told who is behind the session; true if that is new.
+    pub(crate) fn set_identified(&self, identified: bool) -> bool {
+        self.identified.swap(identified, Ordering::AcqRel) != identified
     }
 
     /// Whether any shard knows the session.
@@ -210,6 +224,7 @@ impl Session {
 pub struct Attachment {
     pub(crate) session: Arc<Session>,
     pub(crate) epoch: u64,
+    pub(crate) last_request: RequestId,
 }
 
 impl Attachment {
@@ -225,23 +240,36 @@ impl Attachment {
         self.epoch
     }
 
+    /// The highest number that a repeatable request of the session had when this began.
+    #[must_use]
+    pub fn last_request(&self) -> RequestId {
+        self.last_request
+    }
+
     /// Gives the session a name that people see.
     pub fn set_label(&self, label: Arc<str>) {
         self.session.state.lock().label = label;
+        self.session.set_identified(false);
     }
 
-    /// Flushes the session's sink.
+    /// Gives the session a reference: in a cluster, what it leaves behind waits for a session with the same.
+    pub fn set_reference(&self, reference: Arc<str>) {
+        self.session.state.lock().reference = Some(reference);
+        self.session.set_identified(false);
+    }
+
+    /// Flushes the session's mailbox.
     pub fn flush(&self) {
-        let sink = self.session.state.lock().sink.clone();
-        if let Some(sink) = sink {
-            sink.flush();
+        let mailbox = self.session.state.lock().mailbox.clone();
+        if let Some(mailbox) = mailbox {
+            mailbox.flush();
         }
     }
 
     /// Whether the session is kept and nobody has it since this attachment ended.
     pub(crate) fn is_waiting(&self) -> bool {
         let state = self.session.state.lock();
-        self.is_current() && state.secret.is_some() && state.sink.is_none()
+        self.is_current() && state.secret.is_some() && state.mailbox.is_none()
     }
 
     pub(crate) fn is_current(&self) -> bool {
@@ -271,9 +299,9 @@ impl Router {
         }
     }
 
-    pub(crate) fn open(&self, sink: Arc<dyn Sink>, label: Arc<str>) -> Attachment {
+    pub(crate) fn open(&self, mailbox: Arc<dyn Mailbox>, label: Arc<str>) -> Attachment {
         let id = SessionId(self.last_id.fetch_add(1, Ordering::Relaxed) + 1);
-        self.open_as(id, 0, sink, label)
+        self.open_as(id, 0, mailbox, label)
     }
 
     /// A session whose id was given out elsewhere.
@@ -281,17 +309,19 @@ impl Router {
         &self,
         id: SessionId,
         epoch: u64,
-        sink: Arc<dyn Sink>,
+        mailbox: Arc<dyn Mailbox>,
         label: Arc<str>,
     ) -> Attachment {
-        let api = sink.api();
-        let state = State { sink: Some(sink), label, secret: None, attached: None };
+        let api = mailbox.api();
+        let state =
+            State { mailbox: Some(mailbox), label, reference: None, secret: None, attached: None };
         let session = Arc::new(Session {
             id: AtomicU64::new(id.0),
             api,
             touched: [AtomicU64::new(0), AtomicU64::new(0)],
             usage: Arc::default(),
             epoch: AtomicU64::new(epoch),
+            identified: AtomicBool::new(false),
             state: Mutex::new(state),
         });
         let before = self.part(id).write().insert(id, Arc::clone(&session));
@@ -299,7 +329,7 @@ impl Router {
         if let Some(before) = before {
             self.counts[before.api as usize].fetch_sub(1, Ordering::Relaxed);
         }
-        Attachment { session, epoch }
+        Attachment { session, epoch, last_request: RequestId(0) }
     }
 
     /// Gives a session another id, unless it has another one already. Nobody but this process may have heard of it.
@@ -312,10 +342,13 @@ impl Router {
         self.part(unused).write().remove(&unused);
     }
 
-    /// All of them, in no order.
+    /// All of them, by their ids.
     pub(crate) fn all(&self) -> Vec<Arc<Session>> {
         let parts = self.parts.iter();
-        parts.flat_map(|part| part.read().values().cloned().collect::<Vec<_>>()).collect()
+        let mut all: Vec<_> =
+            parts.flat_map(|part| part.read().values().cloned().collect::<Vec<_>>()).collect();
+        all.sort_by_key(|session| session.id());
+        all
     }
 
     pub(crate) fn get(&self, id: SessionId) -> Option<Arc<Session>> {
@@ -379,7 +412,7 @@ impl Router {
     pub(crate) fn api(&self, id: SessionId) -> Option<Api> {
         let session = self.get(id)?;
         let state = session.state.lock();
-        state.sink.as_ref().map(|sink| sink.api())
+        state.mailbox.as_ref().map(|mailbox| mailbox.api())
     }
 
     pub(crate) fn label(&self, id: SessionId) -> Option<Arc<str>> {

@@ -136,27 +136,30 @@ impl Limits {
 /// A member to talk to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerAddress {
-    /// Its Raft id.
+    /// The Raft id of the member.
     pub raft_id: u64,
-    /// Its node id.
+    /// The node id of the member.
     pub node: String,
-    /// Where it is dialed, `host:port`.
+    /// Where the member is dialed, `host:port`.
     pub address: String,
 }
 
 /// Who uses the transport. Called on threads of the runtime: must not block.
 pub trait Handler: Send + Sync {
-    /// Who we are. Asked at every handshake; the node id must not change.
+    /// Who this node is. Asked at every handshake; the node id must not change.
     fn identity(&self) -> Identity;
 
-    /// Who we were before our cluster had its name, if `peer` presents the name before it: a member that has not heard
-    /// of the new one is spoken to as that. An error says why `peer` is none.
+    /// Who we were before our cluster had its id, if `peer` presents the id before it: a member that has not heard of
+    /// the new one is spoken to as that. An error says why `peer` is none.
     fn former_identity(&self, peer: &Identity) -> Option<Result<Identity, String>>;
 
     /// Whether `peer` may talk to us, or we to it. Asked for dialed and accepted connections, when
     /// `peer` has proven its identity and its cluster is ours, or one of us has none yet. The reason
     /// of a refusal goes to the logs of both sides.
     fn admit(&self, peer: &Identity) -> Result<(), String>;
+
+    /// A node that we have dialed has proven who it is, and has refused us.
+    fn refused_by(&self, peer: &Identity);
 
     /// A frame has come from the node with this Raft id (0 if it did not know it when it dialed).
     /// Whoever keeps it keeps little more memory than its length.

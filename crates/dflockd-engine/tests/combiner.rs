@@ -19,6 +19,9 @@ mod sync {
 
     pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 
+    /// The scheduler comes in between at each of its primitives.
+    pub(crate) const fn point() {}
+
     pub(crate) struct Mutex<T>(shuttle::sync::Mutex<T>);
 
     /// Empty only while a condition is waited for.
@@ -90,7 +93,15 @@ use sync::{AtomicBool, AtomicU64, Condvar, Mutex, Ordering};
 
 const NEVER: u64 = u64::MAX;
 
+/// Mistakes are switched on for the whole process: meanwhile nothing else is checked.
+static MISTAKES: std::sync::RwLock<()> = std::sync::RwLock::new(());
+
 fn check(test: impl Fn() + Send + Sync + 'static) {
+    let _without_mistakes = MISTAKES.read().unwrap();
+    explore(test);
+}
+
+fn explore(test: impl Fn() + Send + Sync + 'static) {
     let schedules = std::env::var("DFLOCKD_SCHEDULES").ok().and_then(|text| text.parse().ok());
     let schedules = schedules.unwrap_or(10_000);
     let test = Arc::new(test);
@@ -113,7 +124,7 @@ impl Queue for Work {
         self.0.is_empty()
     }
 
-    fn is_heavy(&self) -> bool {
+    fn needs_timer_thread(&self) -> bool {
         self.0.iter().any(|&number| number >= 100)
     }
 }
@@ -137,6 +148,7 @@ struct Site {
     /// Delivered in order.
     delivery: Delivery<u64>,
     delivered: Mutex<Vec<u64>>,
+    came_to_clients: Condvar,
 }
 
 impl Drive for Noting {
@@ -168,6 +180,7 @@ impl Site {
             again: AtomicU64::new(0),
             delivery: Delivery::new(),
             delivered: Mutex::new(Vec::new()),
+            came_to_clients: Condvar::new(),
         })
     }
 
@@ -176,7 +189,7 @@ impl Site {
         Arc::new(Combiner::new(move |may_wait| {
             site.delivery.run(may_wait, |notices| {
                 site.delivered.lock().extend(notices);
-                site.came.notify_all();
+                site.came_to_clients.notify_all();
             });
         }))
     }
@@ -282,37 +295,73 @@ fn all_is_driven_once_and_delivered_in_order(numbers: &'static [u64], drive: boo
 }
 
 /// While a thread is about to drive, as the log thread is during a sync, work is left to it.
+fn an_expected_driver_drives() {
+    let (site, bed) = (Site::new(), Arc::new(Bed::default()));
+    let over = Arc::new(AtomicBool::new(false));
+    let combiner = site.combiner();
+    let threads = [start_timer(&combiner, &site), start_designated(&combiner, &bed, &over)];
+    let put = |number| {
+        move |work: &mut Work| {
+            work.0.push(number);
+            true
+        }
+    };
+    let (expected, other) = (Arc::clone(&combiner), Arc::clone(&combiner));
+    let others = [
+        thread::spawn(move || {
+            for number in [1, 2] {
+                expected.expect_driver(true);
+                thread::yield_now();
+                expected.expect_driver(false);
+                expected.enqueue_and_drive(put(number));
+            }
+        }),
+        thread::spawn(move || {
+            other.enqueue(put(3));
+            other.enqueue_and_drive(put(4));
+            other.enqueue(put(5));
+        }),
+    ];
+    others.into_iter().for_each(|thread| thread.join().unwrap());
+    site.wait_for(5);
+    combiner.end();
+    over.store(true, Ordering::SeqCst);
+    bed.wake();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!(*site.delivered.lock(), *site.done.lock());
+}
+
 #[test]
 fn work_that_is_left_to_an_expected_driver_is_done() {
+    check(an_expected_driver_drives);
+}
+
+/// A thread that drives may leave what follows to the designated one, as the log thread does under load: it is done,
+/// also if nothing else comes.
+#[test]
+fn what_follows_a_pass_can_be_left_to_the_designated_thread() {
     check(|| {
         let (site, bed) = (Site::new(), Arc::new(Bed::default()));
         let over = Arc::new(AtomicBool::new(false));
         let combiner = site.combiner();
         let threads = [start_timer(&combiner, &site), start_designated(&combiner, &bed, &over)];
-        let put = |number| {
-            move |work: &mut Work| {
-                work.0.push(number);
-                true
-            }
-        };
-        let (expected, other) = (Arc::clone(&combiner), Arc::clone(&combiner));
-        let others = [
+        let others = [[1, 2], [3, 4]].map(|numbers| {
+            let combiner = Arc::clone(&combiner);
             thread::spawn(move || {
-                for number in [1, 2] {
-                    expected.expect_driver(true);
-                    thread::yield_now();
-                    expected.expect_driver(false);
-                    expected.enqueue_and_drive(put(number));
+                for number in numbers {
+                    combiner.enqueue_and_drive_only(|work| {
+                        work.0.push(number);
+                        true
+                    });
                 }
-            }),
-            thread::spawn(move || {
-                other.enqueue(put(3));
-                other.enqueue_and_drive(put(4));
-                other.enqueue(put(5));
-            }),
-        ];
+            })
+        });
         others.into_iter().for_each(|thread| thread.join().unwrap());
-        site.wait_for(5);
+        let mut delivered = site.delivered.lock();
+        while delivered.len() < 4 {
+            site.came_to_clients.wait_for(&mut delivered, Duration::MAX);
+        }
+        drop(delivered);
         combiner.end();
         over.store(true, Ordering::SeqCst);
         bed.wake();
@@ -333,7 +382,9 @@ fn work_of_threads_that_drive_is_done() {
 
 #[test]
 fn work_that_takes_long_is_done_by_the_timer_thread() {
-    check(|| all_is_driven_once_and_delivered_in_order(&[1, 100, 2, 101], true));
+    for drive in [true, false] {
+        check(move || all_is_driven_once_and_delivered_in_order(&[1, 100, 2, 101], drive));
+    }
 }
 
 /// Without a designated thread, and for work that came before there was something to drive.
@@ -388,4 +439,27 @@ fn the_timer_thread_is_punctual() {
         bed.wake();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     });
+}
+
+/// The checks above can fail: each of these mistakes is a wake-up that is lost, or a notice that is late or lost.
+#[cfg(feature = "bugs")]
+#[test]
+fn every_mistake_is_found() {
+    use dflockd_core::bugs::{Bug, set};
+
+    let left_to_others =
+        |numbers| move || all_is_driven_once_and_delivered_in_order(numbers, false);
+    let found = |bug, test: Box<dyn Fn() + Send + Sync>| {
+        set(Some(bug));
+        let explored = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| explore(test)));
+        set(None);
+        assert!(explored.is_err(), "{bug:?} was not noticed");
+    };
+    let _alone = MISTAKES.write().unwrap();
+    found(Bug::SleepBlind, Box::new(left_to_others(&[1, 2, 3, 4])));
+    found(Bug::LookForgotten, Box::new(left_to_others(&[1, 2, 3, 4])));
+    found(Bug::TimerUnnoticed, Box::new(left_to_others(&[1, 100, 2, 101])));
+    found(Bug::DriverExpected, Box::new(an_expected_driver_drives));
+    found(Bug::DeliveryForgotten, Box::new(left_to_others(&[1, 2, 3, 4])));
+    found(Bug::DeliveryReversed, Box::new(left_to_others(&[1, 2, 3, 4])));
 }

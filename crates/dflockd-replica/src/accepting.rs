@@ -3,11 +3,12 @@
 //!
 //! # Exactly once
 //!
-//! The accepting node numbers all items of a run, 1, 2, 3 and so on, and sends them in batches to the leader, itself
-//! included. The machine takes a number only if it is the next of its run: what comes twice is skipped, what lacks its
-//! predecessor is not applied, and the leader answers with [`Frame::Expect`]. What is not applied after 500 ms, or when
-//! the leader changes, is sent again. So a retry has no second effect and the order of a connection is kept, without a
-//! table of request ids. (Numbered requests of kept sessions have kept results in the store, as in memory mode.)
+//! The accepting node numbers all items of an incarnation, 1, 2, 3 and so on, and sends them in batches to the leader,
+//! itself included. The machine takes a number only if it is the next of its incarnation: what comes twice is skipped,
+//! what lacks its predecessor is not applied, and the leader answers with [`Frame::Expect`]. What is not applied after
+//! 500 ms, or when the leader changes, is sent again. So a retry has no second effect and the order of a connection is
+//! kept, without a table of request ids. (Numbered requests of kept sessions have kept results in the store, as in
+//! memory mode.)
 //!
 //! [`Accepting`] knows neither consensus nor state: who leads and how far the state is are arguments.
 //!
@@ -20,7 +21,7 @@ use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{Span, Timestamp, Urgency};
 
 use super::codec::Batch;
-use super::types::{RaftId, Run};
+use super::types::{Incarnation, RaftId};
 
 /// How many items a batch may have, and an entry.
 pub(super) const BATCH_ITEMS_MAX: u16 = 256;
@@ -31,10 +32,10 @@ const RESEND: Span = Span::from_millis(500);
 /// Bytes of items not applied yet at which new ones are refused.
 const BACKLOG_BYTES_MAX: usize = 64 << 20;
 
-/// Items of this node's run on their way into the state.
+/// Items of this node's incarnation on their way into the state.
 pub(super) struct Accepting {
-    run: Run,
-    /// The number of the log write that must be durable before other members hear of the run.
+    run: Incarnation,
+    /// The number of the log write that must be durable before other members hear of the incarnation.
     noted_by: Option<u64>,
     /// The number that the next item gets.
     next_seq: u64,
@@ -48,12 +49,14 @@ pub(super) struct Accepting {
     sent_to: Option<(RaftId, u64)>,
     /// The number of the first item that `sent_to` has not been sent.
     next_send: u64,
+    /// The last number that `sent_to` has asked for since everything was last sent again.
+    asked_for: Option<u64>,
     /// When an item was last applied or sent again.
     progress_at: Timestamp,
 }
 
 impl Accepting {
-    pub(super) fn new(run: Run, now: Timestamp) -> Self {
+    pub(super) fn new(run: Incarnation, now: Timestamp) -> Self {
         Self {
             run,
             noted_by: None,
@@ -63,18 +66,20 @@ impl Accepting {
             backlog_bytes: 0,
             sent_to: None,
             next_send: 1,
+            asked_for: None,
             progress_at: now,
         }
     }
 
-    /// Forgets everything and begins another run, which other members hear of when the log write `noted_by` is durable.
-    pub(super) fn begin_again(&mut self, run: Run, noted_by: u64) {
+    /// Forgets everything and begins another incarnation, which other members hear of when the log write `noted_by` is
+    /// durable.
+    pub(super) fn begin_again(&mut self, run: Incarnation, noted_by: u64) {
         let (sent_to, progress_at) = (self.sent_to, self.progress_at);
         let noted_by = Some(noted_by);
         *self = Self { noted_by, sent_to, ..Self::new(run, progress_at) };
     }
 
-    pub(super) fn run(&self) -> Run {
+    pub(super) fn run(&self) -> Incarnation {
         self.run
     }
 
@@ -126,25 +131,30 @@ impl Accepting {
         self.next_send = self.next_send.max(applied + 1);
     }
 
-    /// The batches to send to a leader of a term, in order: what it was not sent yet, and after a while without
-    /// progress everything again. The caller reports each one that has left to [`Accepting::sent`].
-    pub(super) fn unsent(&mut self, to: (RaftId, u64), applied: u64, now: Timestamp) -> Vec<Batch> {
-        if self.noted_by.is_some() || self.unapplied.is_empty() {
-            return Vec::new();
-        }
-        if self.sent_to != Some(to) {
+    /// Says which leader of which term batches go to from now on. A new one is sent everything that is not applied, and
+    /// after a while without progress the same one is sent it again.
+    pub(super) fn send_to(&mut self, to: (RaftId, u64), applied: u64, now: Timestamp) {
+        let is_new = self.sent_to != Some(to);
+        let is_due = !self.unapplied.is_empty()
+            && now.since(self.progress_at) >= RESEND
+            && !bug(Bug::NoResend);
+        if is_new || is_due {
             self.sent_to = Some(to);
             self.next_send = applied + 1;
-        } else if now.since(self.progress_at) >= RESEND && !bug(Bug::NoResend) {
-            self.next_send = applied + 1;
+            self.asked_for = None;
             self.progress_at = now;
         }
-        // From the end, because what was sent may be much and stays until it is applied.
-        let newest_first = self.unapplied.iter().rev();
-        let unsent = newest_first.take_while(|batch| end_of(batch) > self.next_send);
-        let mut unsent: Vec<Batch> = unsent.cloned().collect();
-        unsent.reverse();
-        unsent
+    }
+
+    /// The next batch that the leader was not sent. The caller reports it to [`Accepting::sent`] when it has left.
+    ///
+    /// Finds it without a walk: what was sent stays here until it is applied, and what can not be sent may be much.
+    pub(super) fn next_unsent(&self) -> Option<&Batch> {
+        if self.noted_by.is_some() {
+            return None;
+        }
+        let at = self.unapplied.partition_point(|batch| end_of(batch) <= self.next_send);
+        self.unapplied.get(at)
     }
 
     /// A batch has gone to the leader.
@@ -152,10 +162,21 @@ impl Accepting {
         self.next_send = end;
     }
 
-    /// A leader says which number it takes next of a run.
-    pub(super) fn expect(&mut self, from: (RaftId, u64), run: Run, seq: u64, now: Timestamp) {
-        if run == self.run && self.sent_to == Some(from) {
+    /// A leader says which number it takes next of an incarnation.
+    ///
+    /// It says so for each batch that came behind a missing one. Only the first time sends them again: the numbers that
+    /// one leader asks for grow, and if the missing batch is lost once more the next try is that of a silent leader.
+    pub(super) fn expect(
+        &mut self,
+        from: (RaftId, u64),
+        run: Incarnation,
+        seq: u64,
+        now: Timestamp,
+    ) {
+        let is_known = self.asked_for.is_some_and(|asked_for| seq <= asked_for);
+        if run == self.run && self.sent_to == Some(from) && !is_known {
             self.next_send = seq;
+            self.asked_for = Some(seq);
             self.progress_at = now;
         }
     }
@@ -180,7 +201,7 @@ mod tests {
     const LEADER: (RaftId, u64) = (2, 7);
 
     fn accepting() -> Accepting {
-        Accepting::new(Run::new(1, 1), Timestamp(0))
+        Accepting::new(Incarnation::new(1, 1), Timestamp(0))
     }
 
     /// The first and last numbers of what is sent.
@@ -192,11 +213,14 @@ mod tests {
     ) -> Vec<(u64, u64)> {
         let now = Timestamp(0) + Span::from_millis(ms);
         accepting.close_batch(now);
-        let batches = accepting.unsent(to, applied, now);
-        for batch in &batches {
-            accepting.sent(end_of(batch));
+        accepting.send_to(to, applied, now);
+        let mut sent = Vec::new();
+        while let Some(batch) = accepting.next_unsent() {
+            let (first, end) = (batch.first_seq, end_of(batch));
+            sent.push((first, end - 1));
+            accepting.sent(end);
         }
-        batches.iter().map(|batch| (batch.first_seq, end_of(batch) - 1)).collect()
+        sent
     }
 
     fn push(accepting: &mut Accepting, items: u64, ms: u64) {
@@ -253,10 +277,39 @@ mod tests {
         send(&mut accepting, LEADER, 0, 0);
         let run = accepting.run();
         accepting.expect((2, 6), run, 1, Timestamp(0));
-        accepting.expect(LEADER, Run::new(1, 2), 1, Timestamp(0));
+        accepting.expect(LEADER, Incarnation::new(1, 2), 1, Timestamp(0));
         assert_eq!(send(&mut accepting, LEADER, 0, 1), [], "an older term, another run");
         accepting.expect(LEADER, run, 3, Timestamp(0));
         assert_eq!(send(&mut accepting, LEADER, 0, 1), [(3, 4)]);
+    }
+
+    /// What goes out for a batch that was lost is the batches behind it, once: not once for each of them.
+    #[test]
+    fn a_lost_batch_is_asked_for_often_and_sent_again_once() {
+        const BATCHES: u64 = 200;
+        let mut accepting = accepting();
+        for ms in 0..BATCHES {
+            push(&mut accepting, 1, ms);
+            assert_eq!(send(&mut accepting, LEADER, 0, ms).len(), 1);
+        }
+        let run = accepting.run();
+        let mut sent = 0;
+        for _ in 1..BATCHES {
+            accepting.expect(LEADER, run, 1, Timestamp(0) + Span::from_millis(BATCHES));
+            sent += send(&mut accepting, LEADER, 0, BATCHES).len();
+        }
+        assert_eq!(sent as u64, BATCHES);
+        // One that was overtaken asks for what the leader has by now.
+        accepting.expect(LEADER, run, 150, Timestamp(0));
+        assert_eq!(send(&mut accepting, LEADER, 0, BATCHES).len(), 51);
+        accepting.expect(LEADER, run, 100, Timestamp(0));
+        assert_eq!(send(&mut accepting, LEADER, 0, BATCHES), []);
+        // Another leader, and one that was sent everything again, may ask for the same number.
+        for (leader, ms) in [((3, 8), BATCHES), ((3, 8), 2000)] {
+            assert_eq!(send(&mut accepting, leader, 0, ms).len() as u64, BATCHES);
+            accepting.expect(leader, run, 150, Timestamp(0) + Span::from_millis(ms));
+            assert_eq!(send(&mut accepting, leader, 0, ms).len(), 51);
+        }
     }
 
     #[test]
@@ -278,8 +331,8 @@ mod tests {
         let mut accepting = accepting();
         push(&mut accepting, 3, 0);
         send(&mut accepting, LEADER, 0, 0);
-        accepting.begin_again(Run::new(1, 2), 5);
-        assert_eq!((accepting.run(), accepting.last_seq()), (Run::new(1, 2), 0));
+        accepting.begin_again(Incarnation::new(1, 2), 5);
+        assert_eq!((accepting.run(), accepting.last_seq()), (Incarnation::new(1, 2), 0));
         push(&mut accepting, 1, 0);
         assert_eq!(send(&mut accepting, LEADER, 0, 0), []);
         accepting.written(4);

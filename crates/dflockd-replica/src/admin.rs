@@ -14,13 +14,14 @@
 
 use std::collections::BTreeMap;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{Span, Timestamp};
 use raft::eraftpb::Entry;
 use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Frame};
 use super::machine::Machine;
-use super::types::{Member, MemberChange, Order, Policy, RaftId, Run, WholePolicy};
+use super::types::{Incarnation, LeaderCommand, Member, MemberChange, Policy, RaftId, WholePolicy};
 use super::version;
 use super::{NodeEvent, Outgoing, Outputs, Replica, StateCopy};
 
@@ -36,37 +37,37 @@ const LEVEL: u64 = 1000;
 pub enum AdminRequest {
     /// A new member, as a learner.
     Add {
-        /// Its name.
+        /// The name of the new member.
         node: String,
-        /// Where its peers dial it.
+        /// Where peers dial the new member.
         peer_addr: String,
-        /// Where clients find it.
+        /// Where clients find the new member.
         client_addr: String,
-        /// It keeps the log, but no state.
+        /// Whether the new member is a witness: it keeps the log, but no state.
         witness: bool,
     },
     /// A learner becomes a voter.
     Promote {
-        /// Its name.
+        /// The name of the learner.
         node: String,
     },
     /// A member goes for ever.
     Remove {
-        /// Its name.
+        /// The name of the member.
         node: String,
     },
     /// Another voter leads: the named one, or the one that is farthest.
     Transfer {
-        /// Its name.
+        /// The name of the voter that is to lead.
         to: Option<String>,
     },
-    /// What all decide by from now on.
+    /// The policy that all members decide by from now on.
     SetPolicy(Box<Policy>),
     /// A member is dialed elsewhere from now on.
     Address {
-        /// Its name.
+        /// The name of the member.
         node: String,
-        /// Where its peers dial it.
+        /// Where peers dial the member.
         peer_addr: String,
     },
     /// What all members can read is used from now on; there is no way back to an older server.
@@ -77,32 +78,32 @@ pub enum AdminRequest {
     Copy,
     /// The node that is asked does not lead any more, until it is started again or this is taken back.
     Drain {
-        /// False takes it back.
+        /// Whether the node stops to lead; false takes that back.
         on: bool,
     },
     /// Like [`AdminRequest::SetPolicy`], but refused with [`POLICY_CHANGED`] if the policy is not the one that this was
     /// made from. A leader that does not know it yet leaves it unanswered.
     ChangePolicy {
-        /// What it was made from.
+        /// The policy that the change was made from.
         from: Box<Policy>,
-        /// What all decide by from now on.
+        /// The policy that all members decide by from now on.
         to: Box<Policy>,
     },
     /// [`AdminRequest::ChangePolicy`] of a cluster that has reached version 2, with all that a policy has there.
     ChangeWholePolicy {
-        /// What it was made from.
+        /// The policy that the change was made from.
         from: Box<WholePolicy>,
-        /// What all decide by from now on.
+        /// The policy that all members decide by from now on.
         to: Box<WholePolicy>,
     },
     /// [`AdminRequest::Remove`], even if fewer voters than a majority are reachable then.
     ForceRemove {
-        /// Its name.
+        /// The name of the member.
         node: String,
     },
     /// [`AdminRequest::Promote`], even if fewer voters than a majority are reachable then.
     ForcePromote {
-        /// Its name.
+        /// The name of the learner.
         node: String,
     },
 }
@@ -208,7 +209,7 @@ struct Proposed {
 /// Somebody waits for a snapshot.
 struct Waiting {
     id: u64,
-    /// Of at least so much of the log.
+    /// The index up to which the snapshot must reach at least.
     index: u64,
     wants_copy: bool,
 }
@@ -356,11 +357,12 @@ impl Replica {
             }
             AdminRequest::Snapshot | AdminRequest::Copy => {
                 let wants_copy = request == AdminRequest::Copy;
-                self.admins.snapshots.push(Waiting { id, index: self.applied, wants_copy });
+                let index = if bug(Bug::BackupStale) { 0 } else { self.applied };
+                self.admins.snapshots.push(Waiting { id, index, wants_copy });
                 return None;
             }
             AdminRequest::Drain { on: true } if !self.could_others_lead() => {
-                Err("nobody else could lead".to_owned())
+                Err("no other voter could lead".to_owned())
             }
             AdminRequest::Drain { on } => {
                 self.candidacy.drain(on);
@@ -430,7 +432,8 @@ impl Replica {
             return Decision::Later;
         }
         let is_forced =
-            matches!(request, AdminRequest::ForcePromote { .. } | AdminRequest::ForceRemove { .. });
+            matches!(request, AdminRequest::ForcePromote { .. } | AdminRequest::ForceRemove { .. })
+                || bug(Bug::QuorumUnchecked);
         let change = match request {
             AdminRequest::Add { node, peer_addr, client_addr, witness } => {
                 let member = Member { node, peer_addr, client_addr, witness, disk: None };
@@ -486,7 +489,7 @@ impl Replica {
                     self.consensus.transfer(to);
                     Decision::Later
                 }
-                None => refused("nobody could lead after this node is gone".into()),
+                None => refused("no other voter could lead after this node is removed".into()),
             };
         }
         if self.consensus.propose_change(&change) {
@@ -534,12 +537,12 @@ impl Replica {
         )))
     }
 
-    fn order(&mut self, order: &Order) -> Decision {
+    fn order(&mut self, order: &LeaderCommand) -> Decision {
         self.propose_order(order).map_or(Decision::Later, Decision::Ordered)
     }
 
     fn order_policy(&mut self, policy: Box<Policy>) -> Decision {
-        let decision = self.order(&Order::Policy(policy));
+        let decision = self.order(&LeaderCommand::Policy(policy));
         if let Decision::Ordered(index) = decision {
             self.policy_proposed(index);
         }
@@ -579,7 +582,7 @@ impl Replica {
         if members.values().any(|known| known.peer_addr == peer_addr) {
             return refused(format!("another member has the address {peer_addr}"));
         }
-        self.order(&Order::Address { raft_id, peer_addr })
+        self.order(&LeaderCommand::Address { raft_id, peer_addr })
     }
 
     fn decide_version(&mut self) -> Decision {
@@ -597,7 +600,7 @@ impl Replica {
         }
         let newest = reads.iter().map(|(version, _)| *version).max().unwrap_or(1);
         let old: Vec<_> = reads.iter().filter(|(version, _)| *version < newest).collect();
-        if !old.is_empty() {
+        if !old.is_empty() && !bug(Bug::VersionEarly) {
             let names = old.iter().map(|(version, node)| format!("{node} (up to {version})"));
             return refused(format!(
                 "not all members read version {newest}: {}; let them run the newer server first, or remove them",
@@ -607,7 +610,7 @@ impl Replica {
         if newest <= self.machine.version() {
             return Decision::Now(Ok(()));
         }
-        let order = Order::Version { version: newest };
+        let order = LeaderCommand::Version { version: newest };
         self.propose_order(&order).map_or(Decision::Later, |index| Decision::Raised(index, newest))
     }
 
@@ -615,7 +618,7 @@ impl Replica {
         let target = match to {
             None => match self.best_successor() {
                 Some(raft_id) => raft_id,
-                None => return refused("no other voter is there".into()),
+                None => return refused("there is no other voter".into()),
             },
             Some(node) => match self.member(&node) {
                 Some(raft_id) if raft_id == self.id() => return Decision::Now(Ok(())),
@@ -647,7 +650,7 @@ impl Replica {
         if members.any(|known| known.peer_addr == member.peer_addr) {
             return Err(Err(format!("another member has the address {}", member.peer_addr)));
         }
-        if self.machine.next_raft_id() > Run::RAFT_ID_MAX {
+        if self.machine.next_raft_id() > Incarnation::RAFT_ID_MAX {
             return Err(Err("no member numbers are left".into()));
         }
         Ok(())
@@ -697,6 +700,29 @@ mod tests {
         assert_eq!(compare_policy(None, &with(1), &with(2)), changed());
     }
 
+    /// Who hears nothing asks again. What is being decided for it is not decided a second time.
+    #[test]
+    fn a_request_that_is_asked_again_is_decided_once() {
+        let mut admins = Admins::default();
+        let request = || AdminRequest::Finalize;
+        admins.forwarded(2, 7, request());
+        admins.forwarded(2, 7, request());
+        assert_eq!(admins.to_decide.len(), 1, "it waits already");
+        for (origin, id) in [(2, 8), (3, 7)] {
+            admins.forwarded(origin, id, request());
+        }
+        assert_eq!(admins.to_decide.len(), 3, "another one of the same, the same one of another");
+        let (origin, id, request) = admins.to_decide.remove(0);
+        let (index, term, is_change, version) = (5, 1, false, None);
+        let again = request.clone();
+        admins.proposed.push(Proposed { origin, id, request, index, term, is_change, version });
+        admins.to_decide.clear();
+        admins.forwarded(2, 7, again.clone());
+        assert!(admins.to_decide.is_empty(), "it is proposed already");
+        admins.forwarded(2, 9, again);
+        assert_eq!(admins.to_decide.len(), 1);
+    }
+
     /// GUARANTEES 48: who was removed asks for nothing and sends no state any more, although its connection may still
     /// be up for a moment.
     #[test]
@@ -731,7 +757,7 @@ mod tests {
             fence: 1,
             seed: 1,
             cluster: [8; 16],
-            run: Run::new(1, 1),
+            run: Incarnation::new(1, 1),
             start: Start { disk: 1, client_addr: "a:2".into(), version: 1, witness: false },
             snapshot_entries: 1000,
             snapshot_bytes: 1 << 20,

@@ -4,8 +4,8 @@
 //! What all of them are made of is here; the rest is in `item.rs`, `payload.rs`, `message.rs` and `frame.rs`.
 //!
 //! Numbers, flags and byte strings have the form of [`dflockd_core::field`], as the fields of commands do. Only what is
-//! rare is written by `postcard`: [`Order`](super::types::Order), [`MemberChange`](super::types::MemberChange), the
-//! start of a node, what operators send.
+//! rare is written by `postcard`: [`LeaderCommand`](super::types::LeaderCommand),
+//! [`MemberChange`](super::types::MemberChange), the start of a node, what operators send.
 //!
 //! What stands in the log begins with a version, because it is read by later programs. Frames have none: which form two
 //! nodes speak is settled when they connect.
@@ -24,7 +24,7 @@ pub use self::item::{put_item, take_item};
 pub use self::message::{decode_message, encode_message};
 pub use self::payload::{
     Batch, Items, Section, Sections, begin_payload, decode_member_change, encode_member_change,
-    put_batch, put_order, sections, stamp_of,
+    put_batch, put_leader_command, sections, stamp_of,
 };
 
 mod frame;

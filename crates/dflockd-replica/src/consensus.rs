@@ -1,5 +1,21 @@
 //! The Raft library, and the only place that knows it as more than message types: `RawNode` with its log tail in
 //! memory, election timeouts that are a pure function of a seed, and its log lines.
+//!
+//! # When a member wants to lead
+//!
+//! A follower that has not heard of its leader for the election timeout E suspects it; before that it neither wants to
+//! lead nor votes for another one (CheckQuorum), and a candidate asks first whether it would be elected (PreVote).
+//! When it wants to lead itself depends on its [`Place`] among the voters that could: the time from E to 2E is cut into
+//! as many slots as there are such voters, and each draws a moment of the first half of its own slot. With three voters
+//! and E = 1 s the first of the two followers goes after 1 to 1.25 s, the second, if that comes to nothing, after 1.5
+//! to 1.75 s. So a leader that falls silent is replaced soon after E, and the halves between the slots leave time for
+//! an election: followers that drew from the whole second would wait longer for the first of them, and would often
+//! enough want to lead together, split the votes and lose another second. Nobody suspects a leader before E has passed.
+//!
+//! The places hold for the first attempt only. Whoever was not elected, or has no place, draws from all of E to 2E:
+//! chance ends whatever an order of members could keep on for ever.
+//!
+//! If the leader's process is known to be gone, nobody waits for E: [`Consensus::campaign_in`].
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -15,6 +31,7 @@ use raft::{
     StorageError,
 };
 
+use super::Role;
 use super::codec;
 use super::types::{MemberChange, RaftId};
 
@@ -23,7 +40,7 @@ pub(crate) use raft::Ready;
 /// How Raft is to run.
 #[derive(Clone, Debug)]
 pub struct RaftConfig {
-    /// This member.
+    /// The number of this member.
     pub id: RaftId,
     /// Ticks without a leader after which a member wants to be one; at random up to twice this.
     pub election_ticks: usize,
@@ -33,22 +50,33 @@ pub struct RaftConfig {
     pub seed: u64,
 }
 
+/// The place of a member among those that could lead instead of the one that does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// How many come before it.
+    pub(crate) rank: usize,
+    /// How many there are, itself included.
+    pub(crate) of: usize,
+}
+
 const MESSAGE_BYTES_MAX: u64 = 1 << 20;
 const UNCOMMITTED_BYTES_MAX: u64 = 64 << 20;
 const IN_FLIGHT_MAX: usize = 256;
 
 /// One member's part in the consensus.
 pub(crate) struct Consensus {
-    node: RawNode<Tail>,
+    node: RawNode<MemoryLog>,
     seed: u64,
     election_ticks: usize,
     /// How often it wanted to lead, so that each attempt has another timeout.
     campaigns: u64,
+    /// When it is its turn while it follows; none if it is nobody's turn.
+    place: Option<Place>,
     last: (u64, StateRole),
 }
 
 impl Consensus {
-    pub(crate) fn new(config: &RaftConfig, tail: Tail) -> raft::Result<Self> {
+    pub(crate) fn new(config: &RaftConfig, tail: MemoryLog) -> raft::Result<Self> {
         let raft_config = raft::Config {
             id: config.id,
             election_tick: config.election_ticks,
@@ -68,7 +96,7 @@ impl Consensus {
         let node = RawNode::new(&raft_config, tail, &logger)?;
         let last = (node.raft.term, node.raft.state);
         let (seed, election_ticks) = (config.seed, config.election_ticks);
-        let mut consensus = Self { node, seed, election_ticks, campaigns: 0, last };
+        let mut consensus = Self { node, seed, election_ticks, campaigns: 0, place: None, last };
         consensus.set_election_timeout();
         Ok(consensus)
     }
@@ -89,9 +117,23 @@ impl Consensus {
             hash = (hash ^ value).wrapping_mul(0xff51_afd7_ed55_8ccd);
             hash ^= hash >> 32;
         }
-        let spread = self.election_ticks as u64;
-        let extra = usize::try_from(hash % spread).expect("smaller than a usize");
-        raft.set_randomized_election_timeout(self.election_ticks + extra);
+        let place = self.place.filter(|_| raft.state == StateRole::Follower);
+        let (begin, spread) = match place {
+            Some(Place { rank, of }) => {
+                (self.election_ticks * rank / of, (self.election_ticks / of / 2).max(1))
+            }
+            None => (0, self.election_ticks),
+        };
+        let extra = usize::try_from(hash % spread as u64).expect("smaller than a usize");
+        raft.set_randomized_election_timeout(self.election_ticks + begin + extra);
+    }
+
+    /// Says when it is this member's turn to lead, if its leader should fall silent.
+    pub(crate) fn set_place(&mut self, place: Option<Place>) {
+        if place != self.place {
+            self.place = place;
+            self.set_election_timeout();
+        }
     }
 
     pub(crate) fn tick(&mut self) {
@@ -99,7 +141,10 @@ impl Consensus {
         self.set_election_timeout();
     }
 
-    pub(crate) fn step(&mut self, message: Message) {
+    pub(crate) fn step(&mut self, mut message: Message) {
+        if bug(Bug::VoteAssumed) && message.msg_type == MessageType::MsgRequestVoteResponse {
+            message.reject = false;
+        }
         // What does not fit (an unknown sender, a dropped proposal) is not an error between members.
         if let Err(error) = self.node.step(message) {
             tracing::debug!(%error, "a message was not used");
@@ -208,7 +253,7 @@ impl Consensus {
 
     /// The leader's process is gone: this member wants to lead after `ticks`, but no sooner than it may vote
     /// for others.
-    pub(crate) fn hurry(&mut self, ticks: usize) {
+    pub(crate) fn campaign_in(&mut self, ticks: usize) {
         let raft = &mut self.node.raft;
         let timeout = raft.randomized_election_timeout();
         let elapsed = timeout.saturating_sub(ticks).max(raft.election_timeout());
@@ -222,7 +267,7 @@ impl Consensus {
     }
 
     /// The election timer stops short of its end: this member votes for others, but wants no votes.
-    pub(crate) fn hold_back(&mut self) {
+    pub(crate) fn suppress_campaign(&mut self) {
         if self.is_leader() {
             return;
         }
@@ -236,7 +281,7 @@ impl Consensus {
     }
 
     /// The election timer starts anew.
-    pub(crate) fn calm(&mut self) {
+    pub(crate) fn reset_election_timer(&mut self) {
         self.node.raft.election_elapsed = 0;
     }
 
@@ -244,12 +289,12 @@ impl Consensus {
         self.node.raft.state == StateRole::Leader
     }
 
-    pub(crate) fn role(&self) -> &'static str {
+    pub(crate) fn role(&self) -> Role {
         match self.node.raft.state {
-            StateRole::Leader => "leader",
-            StateRole::Follower => "follower",
-            StateRole::Candidate => "candidate",
-            StateRole::PreCandidate => "pre-candidate",
+            StateRole::Leader => Role::Leader,
+            StateRole::Follower => Role::Follower,
+            StateRole::Candidate => Role::Candidate,
+            StateRole::PreCandidate => Role::PreCandidate,
         }
     }
 
@@ -286,11 +331,11 @@ impl Consensus {
         self.node.raft.prs().get(id).map(|progress| (progress.matched, progress.recent_active))
     }
 
-    pub(crate) fn tail(&self) -> &Tail {
+    pub(crate) fn tail(&self) -> &MemoryLog {
         self.node.store()
     }
 
-    pub(crate) fn tail_mut(&mut self) -> &mut Tail {
+    pub(crate) fn tail_mut(&mut self) -> &mut MemoryLog {
         self.node.mut_store()
     }
 }
@@ -315,13 +360,14 @@ pub fn change_of(entry: &Entry) -> Option<MemberChange> {
 }
 
 /// What a snapshot made needless.
+#[derive(Default)]
 pub struct Gone {
     _entries: VecDeque<Entry>,
     _data: Bytes,
 }
 
 /// The log since the last cut, and the newest snapshot, in memory: Raft reads from here, the disk only at the start.
-pub(crate) struct Tail {
+pub(crate) struct MemoryLog {
     pub(crate) hard_state: HardState,
     /// The newest snapshot; the entries behind it are all there.
     pub(crate) snapshot: SnapshotMetadata,
@@ -334,7 +380,7 @@ pub(crate) struct Tail {
     wanted: Cell<bool>,
 }
 
-impl Tail {
+impl MemoryLog {
     /// # Errors
     ///
     /// If the entries do not continue the snapshot.
@@ -435,7 +481,7 @@ fn position(distance: u64) -> usize {
     usize::try_from(distance).expect("entries in memory are fewer than a usize can count")
 }
 
-impl Storage for Tail {
+impl Storage for MemoryLog {
     fn initial_state(&self) -> raft::Result<RaftState> {
         let conf_state = self.snapshot.conf_state.clone().unwrap_or_default();
         Ok(RaftState::new(self.hard_state.clone(), conf_state))
@@ -537,12 +583,12 @@ mod tests {
     }
 
     /// A snapshot at 10 and the entries from 11 to 20, those from 16 on of another term.
-    fn tail() -> Tail {
+    fn tail() -> MemoryLog {
         let entries = [entries(11..=15, 3), entries(16..=20, 4)].concat();
-        Tail::new(HardState::default(), metadata(10, 2), Bytes::new(), entries).unwrap()
+        MemoryLog::new(HardState::default(), metadata(10, 2), Bytes::new(), entries).unwrap()
     }
 
-    fn terms(tail: &Tail) -> Vec<(u64, Option<u64>)> {
+    fn terms(tail: &MemoryLog) -> Vec<(u64, Option<u64>)> {
         (tail.first() - 1..=tail.last()).map(|index| (index, tail.term_at(index))).collect()
     }
 
@@ -552,7 +598,7 @@ mod tests {
         assert_eq!((tail.first(), tail.last(), tail.hard_state.commit), (11, 20, 10));
         let open = |snapshot, commit, entries| {
             let hard_state = HardState { commit, ..HardState::default() };
-            Tail::new(hard_state, metadata(snapshot, 2), Bytes::new(), entries)
+            MemoryLog::new(hard_state, metadata(snapshot, 2), Bytes::new(), entries)
         };
         assert!(open(10, 20, entries(8..=20, 2)).is_ok_and(|tail| tail.first() == 11));
         assert!(open(10, 20, entries(12..=20, 2)).is_err(), "a gap");
@@ -598,7 +644,7 @@ mod tests {
     fn raft_reads_what_is_there() {
         let mut tail = tail();
         let context = || GetEntriesContext::empty(false);
-        let indexes = |tail: &Tail, low, high, bytes: u64| {
+        let indexes = |tail: &MemoryLog, low, high, bytes: u64| {
             let read = tail.entries(low, high, bytes, context());
             read.map(|entries| entries.iter().map(|entry| entry.index).collect::<Vec<_>>())
         };
@@ -633,7 +679,7 @@ mod tests {
         let timeout = |seed, id| {
             let config = RaftConfig { id, election_ticks: ticks, heartbeat_ticks: 10, seed };
             let hard_state = HardState::default();
-            let tail = Tail::new(hard_state, metadata(1, 1), Bytes::new(), vec![]).unwrap();
+            let tail = MemoryLog::new(hard_state, metadata(1, 1), Bytes::new(), vec![]).unwrap();
             let consensus = Consensus::new(&config, tail).unwrap();
             consensus.node.raft.randomized_election_timeout()
         };
@@ -644,5 +690,85 @@ mod tests {
         assert!(spread((0..64).map(|seed| timeout(seed, 1)).collect()) > 32);
         assert!(spread((0..64).map(|seed| timeout(seed << 48, 1)).collect()) > 32);
         assert!(spread((1..=2).map(|id| timeout(7, id)).collect()) == 2);
+    }
+
+    /// Followers of a silent leader do not want to lead at the same time, whatever they draw: there is time for an
+    /// election between their turns. Whoever was not elected draws from the whole range.
+    #[test]
+    fn followers_have_turns() {
+        let timeouts = |ticks: usize, place: Option<Place>, campaigns: bool| {
+            let timeout = |seed| {
+                let config = RaftConfig { id: 1, election_ticks: ticks, heartbeat_ticks: 3, seed };
+                let hard_state = HardState::default();
+                let tail =
+                    MemoryLog::new(hard_state, metadata(1, 1), Bytes::new(), vec![]).unwrap();
+                let mut consensus = Consensus::new(&config, tail).unwrap();
+                consensus.set_place(place);
+                if campaigns {
+                    consensus.campaign_in(0);
+                    consensus.tick();
+                    assert_eq!(consensus.role(), Role::PreCandidate);
+                }
+                consensus.node.raft.randomized_election_timeout()
+            };
+            let all: Vec<usize> = (0..64).map(timeout).collect();
+            (*all.iter().min().unwrap(), *all.iter().max().unwrap())
+        };
+        // The shortest timeout that can be set, and the default.
+        for ticks in [10, 100] {
+            for of in 1..=6 {
+                let mut before = None;
+                for rank in 0..of {
+                    let (first, last) = timeouts(ticks, Some(Place { rank, of }), false);
+                    assert!(first >= ticks && last < 2 * ticks, "{first} {last}");
+                    let gap = before.is_none_or(|before| first >= before + (ticks / of / 2).max(1));
+                    assert!(gap, "{rank} of {of}: {before:?} {first}");
+                    before = Some(last);
+                }
+            }
+            let (first, last) = timeouts(ticks, Some(Place { rank: 0, of: 2 }), false);
+            assert!(first == ticks && last < ticks + ticks / 4 + 1, "{first} {last}");
+            for (place, campaigns) in [(None, false), (Some(Place { rank: 0, of: 2 }), true)] {
+                let (first, last) = timeouts(ticks, place, campaigns);
+                assert!(first < ticks + ticks / 4 && last >= 2 * ticks - ticks / 4);
+            }
+        }
+    }
+
+    fn consensus(seed: u64, election_ticks: usize) -> Consensus {
+        let config = RaftConfig { id: 1, election_ticks, heartbeat_ticks: 1, seed };
+        let tail =
+            MemoryLog::new(HardState::default(), metadata(1, 1), Bytes::new(), vec![]).unwrap();
+        Consensus::new(&config, tail).unwrap()
+    }
+
+    /// Each attempt to lead has a timeout of its own, which stays the same as long as the attempt lasts.
+    #[test]
+    fn an_attempt_to_lead_has_one_timeout() {
+        let mut consensus = consensus(1, 50);
+        while consensus.role() != Role::PreCandidate {
+            assert_eq!(consensus.campaigns, 0);
+            consensus.tick();
+        }
+        let timeout = |consensus: &Consensus| consensus.node.raft.randomized_election_timeout();
+        let first = timeout(&consensus);
+        for _ in 0..20 {
+            consensus.tick();
+            assert_eq!((consensus.campaigns, timeout(&consensus)), (1, first));
+        }
+    }
+
+    /// Who is held back misses a leader, so it votes for others, but wants no votes, whatever its timeouts are.
+    #[test]
+    fn a_member_that_is_held_back_votes_and_does_not_stand() {
+        for seed in 0..32 {
+            let mut consensus = consensus(seed, 4);
+            for _ in 0..40 {
+                consensus.suppress_campaign();
+                consensus.tick();
+                assert_eq!(consensus.role(), Role::Follower, "seed {seed}");
+            }
+            assert!(consensus.misses_leader(), "seed {seed}");
+        }
     }
 }

@@ -246,20 +246,20 @@ pub fn is_out_of_descriptors(error: &io::Error) -> bool {
 }
 
 /// Says what failed on which file, and keeps the kind of the error. A full quota is a full disk to us.
-fn failed(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> io::Error {
+fn failed(body: &'static str, path: &Path) -> impl FnOnce(io::Error) -> io::Error {
     let path = path.to_owned();
     move |error| {
         let is_quota = error.kind() == ErrorKind::QuotaExceeded;
         let kind = if is_quota { ErrorKind::StorageFull } else { error.kind() };
-        io::Error::new(kind, OnFile { action, path, error })
+        io::Error::new(kind, OnFile { body, path, error })
     }
 }
 
 /// What the operating system said about a file. Kept as it is, because not every code has a kind.
 #[derive(Debug, Error)]
-#[error("cannot {action} {}: {error}", path.display())]
+#[error("cannot {body} {}: {error}", path.display())]
 struct OnFile {
-    action: &'static str,
+    body: &'static str,
     path: PathBuf,
     error: io::Error,
 }
@@ -314,10 +314,15 @@ mod tests {
         assert_eq!(content(&other, "a"), b"\0\0\0\0long");
 
         disk.create("b", 1).unwrap();
+        disk.create("c", 0).unwrap();
+        disk.write("c", 0, b"other").unwrap();
         disk.sync("a").unwrap();
         disk.rename("a", "b").unwrap();
         disk.sync_dir().unwrap();
-        assert_eq!(disk.list().unwrap(), ["b"]);
+        assert_eq!(disk.list().unwrap(), ["b", "c"]);
+        assert_eq!(disk.len("a").unwrap_err().kind(), ErrorKind::NotFound);
+        assert_eq!(content(&disk, "c"), b"other");
+        disk.remove("c").unwrap();
         // Through either handle the name leads to the new file, though both had the old one open.
         assert_eq!(content(&disk, "b"), b"\0\0\0\0long");
         assert_eq!(content(&other, "b"), b"\0\0\0\0long");

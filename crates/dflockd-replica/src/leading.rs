@@ -11,8 +11,8 @@
 //! - The first entry of a leadership is `NewTerm`; batches of clients wait until it is applied. It sets `grace_until =
 //!   max(grace_until, stamp + grace)`: a lease is extended by one grace at most since its last renewal, however many
 //!   elections there are (`deadline.rs` of the core).
-//! - [`Order::Tick`] is proposed when the store's next deadline has come, and every 5 s while there is any deadline, so
-//!   that a restart of all members sets time back by no more than that.
+//! - [`LeaderCommand::Tick`] is proposed when the store's next deadline has come, and every 5 s while there is any
+//!   deadline, so that a restart of all members sets time back by no more than that.
 //! - A leader that hears of no majority for an election timeout steps down (CheckQuorum). One whose loop stood still
 //!   for longer than that steps down before it stamps anything. One whose disk write takes over a second, or whose disk
 //!   is full, hands leadership over.
@@ -28,7 +28,7 @@ use dflockd_core::{Span, Timestamp};
 
 use super::accepting::{BATCH_BYTES_MAX, BATCH_ITEMS_MAX, end_of};
 use super::codec::{self, Batch};
-use super::types::{Order, RaftId, Run};
+use super::types::{Incarnation, LeaderCommand, RaftId};
 
 /// Bytes waiting to be proposed at which a leader takes no more.
 const PENDING_BYTES_MAX: usize = 32 << 20;
@@ -41,8 +41,8 @@ const SILENCE: Span = Span::from_secs(10);
 #[derive(Default)]
 pub(super) struct Leading {
     leadership: Option<Leadership>,
-    /// The number that is next of each run, for those that were heard of in this term.
-    expected: BTreeMap<Run, u64>,
+    /// The number that is next of each incarnation, for those that were heard of in this term.
+    expected: BTreeMap<Incarnation, u64>,
     /// Batches for the next entries.
     proposals: VecDeque<Batch>,
     proposal_bytes: usize,
@@ -50,13 +50,15 @@ pub(super) struct Leading {
     early: Vec<(RaftId, Batch)>,
     early_bytes: usize,
     /// Orders for the next entry.
-    orders: Vec<Order>,
-    /// The entry with the last [`Order::Tick`].
+    orders: Vec<LeaderCommand>,
+    /// The entry with the last [`LeaderCommand::Tick`].
     tick_index: u64,
     /// The entry with the last version or name of the cluster that this node proposed by itself.
     version_index: u64,
-    /// The entry with the last [`Order::NodeLost`].
+    /// The entry with the last [`LeaderCommand::NodeLost`].
     lost_index: u64,
+    /// Raft has not taken the last entries, because too many are not committed: what is due waits for the next look.
+    is_refused: bool,
     /// The stamp of the last entry that this node proposed.
     stamped_at: Timestamp,
     /// When each member was last heard of, in local time.
@@ -79,11 +81,14 @@ struct Leadership {
 /// What a leader makes of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Accepted {
-    /// It will be proposed.
+    /// The batch will be proposed.
     Yes,
+    /// All of it was taken before. There is nothing to say to who sends again: what is taken will be applied, and an
+    /// answer would let it send once more what is on its way.
+    Before,
     /// Not now, or never.
     Not,
-    /// Another number is next of its run.
+    /// Another number is next of the incarnation of the batch.
     Expects(u64),
 }
 
@@ -149,9 +154,10 @@ impl Leading {
         opening.is_some_and(|index| index <= applied)
     }
 
-    /// When the store's next deadline comes in local time, unless a tick for it is on its way.
+    /// When the store's next deadline comes in local time, unless a tick for it is on its way or was not taken.
     pub(super) fn wakes_at(&self, deadline: Option<Timestamp>, applied: u64) -> Option<Timestamp> {
-        let leadership = self.leadership.as_ref().filter(|_| self.tick_index <= applied)?;
+        let can_tick = self.tick_index <= applied && !self.is_refused;
+        let leadership = self.leadership.as_ref().filter(|_| can_tick)?;
         Some(leadership.since + deadline?.since(leadership.base))
     }
 
@@ -197,8 +203,8 @@ impl Leading {
         std::mem::take(&mut self.early)
     }
 
-    /// Takes a batch for the next entry if its run goes on with it. Of the run the items up to `applied_seq` are in the
-    /// state; none: nothing of it counts any more.
+    /// Takes a batch for the next entry if its incarnation goes on with it. Of the incarnation the items up to
+    /// `applied_seq` are in the state; none: nothing of it counts any more.
     pub(super) fn accept(&mut self, mut batch: Batch, applied_seq: Option<u64>) -> Accepted {
         if self.proposal_bytes > PENDING_BYTES_MAX {
             return Accepted::Not;
@@ -213,7 +219,7 @@ impl Leading {
         }
         let known = *expected - batch.first_seq;
         if known >= u64::from(batch.count) {
-            return Accepted::Expects(*expected);
+            return Accepted::Before;
         }
         if known > 0 && batch.skip(known).is_err() {
             return Accepted::Not;
@@ -225,11 +231,11 @@ impl Leading {
     }
 
     /// Puts an order into the next entry.
-    pub(super) fn order(&mut self, order: Order) {
+    pub(super) fn order(&mut self, order: LeaderCommand) {
         self.orders.push(order);
     }
 
-    pub(super) fn take_orders(&mut self) -> Vec<Order> {
+    pub(super) fn take_orders(&mut self) -> Vec<LeaderCommand> {
         std::mem::take(&mut self.orders)
     }
 
@@ -238,12 +244,17 @@ impl Leading {
     }
 
     /// The orders and all batches that wait, as entries with one stamp in the form of a version.
-    pub(super) fn payloads(&self, version: u32, stamp: Timestamp, orders: &[Order]) -> Vec<Bytes> {
+    pub(super) fn payloads(
+        &self,
+        version: u32,
+        stamp: Timestamp,
+        orders: &[LeaderCommand],
+    ) -> Vec<Bytes> {
         let mut payloads = Vec::new();
         let mut payload = Vec::new();
         codec::begin_payload(&mut payload, version, stamp);
         for order in orders {
-            codec::put_order(&mut payload, version, order);
+            codec::put_leader_command(&mut payload, version, order);
         }
         let mut items = 0;
         for batch in &self.proposals {
@@ -262,24 +273,32 @@ impl Leading {
         payloads
     }
 
+    /// Raft has not taken what was to be proposed.
+    pub(super) fn refused(&mut self) {
+        self.is_refused = true;
+    }
+
     /// Raft has taken the orders and all batches that waited; `last` is the index of their last entry.
-    pub(super) fn proposed(&mut self, orders: &[Order], stamp: Timestamp, last: u64) {
+    pub(super) fn proposed(&mut self, orders: &[LeaderCommand], stamp: Timestamp, last: u64) {
         self.proposals.clear();
         self.proposal_bytes = 0;
+        self.is_refused = false;
         self.stamped_at = stamp;
         if let Some(leadership) = &mut self.leadership {
             leadership.opening.get_or_insert(last);
         }
         for order in orders {
             match order {
-                Order::Tick => self.tick_index = last,
-                Order::NodeLost { .. } => self.lost_index = last,
-                Order::Version { .. } | Order::ClusterId { .. } => self.version_index = last,
-                Order::Init { .. }
-                | Order::NewTerm
-                | Order::Policy(_)
-                | Order::Digest { .. }
-                | Order::Address { .. } => {}
+                LeaderCommand::Tick => self.tick_index = last,
+                LeaderCommand::NodeLost { .. } => self.lost_index = last,
+                LeaderCommand::Version { .. } | LeaderCommand::ClusterId { .. } => {
+                    self.version_index = last
+                }
+                LeaderCommand::Init { .. }
+                | LeaderCommand::NewTerm
+                | LeaderCommand::Policy(_)
+                | LeaderCommand::Digest { .. }
+                | LeaderCommand::Address { .. } => {}
             }
         }
     }
@@ -294,7 +313,7 @@ impl Leading {
 mod tests {
     use super::*;
     use crate::codec::Section;
-    use crate::types::{Action, Item};
+    use crate::types::{Proposal, ProposalBody};
     use dflockd_core::{RequestId, SessionId};
 
     const NOBODY: [RaftId; 0] = [];
@@ -307,29 +326,29 @@ mod tests {
     fn leading() -> Leading {
         let mut leading = Leading::default();
         leading.begin(3, at(50_000), at(1000), [1, 2].into_iter());
-        leading.proposed(&[Order::NewTerm], at(50_000), 10);
+        leading.proposed(&[LeaderCommand::NewTerm], at(50_000), 10);
         leading
     }
 
     fn batch(first_seq: u64, count: u16) -> Batch {
-        let action = Action::Barrier;
+        let body = ProposalBody::Barrier;
         let (session, request) = (SessionId(0), RequestId(0));
-        let item = Item { session, epoch: 0, request, keep: false, action };
+        let item = Proposal { session, epoch: 0, request, keep: false, body };
         let mut bytes = Vec::new();
         for _ in 0..count {
             codec::put_item(&mut bytes, &item);
         }
-        Batch { run: Run::new(2, 1), first_seq, count, bytes: bytes.into() }
+        Batch { run: Incarnation::new(2, 1), first_seq, count, bytes: bytes.into() }
     }
 
     /// The first number and the count of each batch in each entry.
     fn proposed(leading: &Leading) -> Vec<Vec<(u64, usize)>> {
         let batch = |section| match section {
             Ok(Section::Batch { first_seq, items, .. }) => Some((first_seq, items.count())),
-            Ok(Section::Order(_)) => None,
+            Ok(Section::LeaderCommand(_)) => None,
             Err(error) => panic!("{error}"),
         };
-        let payloads = leading.payloads(1, at(50_000), &[Order::Tick]);
+        let payloads = leading.payloads(1, at(50_000), &[LeaderCommand::Tick]);
         payloads.iter().map(|data| codec::sections(data).filter_map(batch).collect()).collect()
     }
 
@@ -350,9 +369,9 @@ mod tests {
         assert!(!leading.must_open() && !leading.is_open(99), "it does not lead");
         leading.begin(3, at(0), at(0), [].into_iter());
         assert!(leading.must_open() && !leading.is_open(99));
-        leading.proposed(&[Order::NewTerm], at(0), 10);
+        leading.proposed(&[LeaderCommand::NewTerm], at(0), 10);
         assert!(!leading.must_open() && !leading.is_open(9) && leading.is_open(10));
-        leading.proposed(&[Order::Tick], at(0), 12);
+        leading.proposed(&[LeaderCommand::Tick], at(0), 12);
         assert!(leading.is_open(10), "later entries do not open it again");
     }
 
@@ -366,9 +385,14 @@ mod tests {
         assert!(leading.is_tick_due(Some(at(50_001)), at(50_001), 10));
         assert_eq!(leading.wakes_at(deadline, 10), Some(at(11_000)));
         assert_eq!(leading.wakes_at(None, 10), None);
-        leading.proposed(&[Order::Tick], at(60_000), 11);
+        leading.proposed(&[LeaderCommand::Tick], at(60_000), 11);
         assert!(!leading.is_tick_due(deadline, at(60_000), 10), "one is on its way");
         assert_eq!(leading.wakes_at(deadline, 10), None, "one is on its way");
+        assert_eq!(leading.wakes_at(deadline, 11), Some(at(11_000)));
+        leading.refused();
+        assert_eq!(leading.wakes_at(deadline, 11), None, "the next tick tries again");
+        leading.proposed(&[], at(60_000), 12);
+        assert_eq!(leading.wakes_at(deadline, 12), Some(at(11_000)));
         assert!(leading.is_tick_due(deadline, at(60_000), 11));
     }
 
@@ -378,7 +402,7 @@ mod tests {
         assert_eq!(leading.accept(batch(4, 2), None), Accepted::Not, "nothing of the run counts");
         assert_eq!(leading.accept(batch(4, 2), Some(2)), Accepted::Expects(3));
         assert_eq!(leading.accept(batch(3, 2), Some(2)), Accepted::Yes);
-        assert_eq!(leading.accept(batch(3, 2), Some(2)), Accepted::Expects(5), "a repeat");
+        assert_eq!(leading.accept(batch(3, 2), Some(2)), Accepted::Before, "a repeat");
         assert_eq!(leading.accept(batch(4, 3), Some(2)), Accepted::Yes, "a repeat in part");
         assert_eq!(proposed(&leading), [[(3, 2), (5, 2)]]);
         leading.end();
@@ -392,7 +416,7 @@ mod tests {
         let mut leading = leading();
         let large = |first_seq| {
             let bytes = vec![0; PENDING_BYTES_MAX + 1].into();
-            Batch { run: Run::new(2, 1), first_seq, count: 1, bytes }
+            Batch { run: Incarnation::new(2, 1), first_seq, count: 1, bytes }
         };
         assert_eq!(leading.accept(large(1), Some(0)), Accepted::Yes);
         assert_eq!(leading.accept(batch(2, 1), Some(0)), Accepted::Not);
@@ -428,7 +452,11 @@ mod tests {
         assert_eq!(silent(&leading, 10_999, 10), NOBODY);
         assert_eq!(silent(&leading, 11_000, 10), [1]);
         assert_eq!(silent(&leading, 11_500, 10), [1, 2]);
-        leading.proposed(&[Order::NodeLost { run: Run::new(1, 1) }], at(60_000), 11);
+        leading.proposed(
+            &[LeaderCommand::NodeLost { run: Incarnation::new(1, 1) }],
+            at(60_000),
+            11,
+        );
         assert_eq!(silent(&leading, 11_500, 10), NOBODY, "one at a time");
         assert_eq!(silent(&leading, 11_500, 11), [1, 2]);
     }
@@ -437,7 +465,49 @@ mod tests {
     fn a_version_is_under_way_until_it_is_applied() {
         let mut leading = leading();
         assert!(!leading.is_version_under_way(10));
-        leading.proposed(&[Order::Version { version: 2 }], at(0), 12);
+        leading.proposed(&[LeaderCommand::Version { version: 2 }], at(0), 12);
         assert!(leading.is_version_under_way(11) && !leading.is_version_under_way(12));
+    }
+
+    #[test]
+    fn a_member_has_answered_within_a_time() {
+        let mut leading = leading();
+        let second = Span::from_secs(1);
+        assert!(!leading.has_answered(2, second, at(1000)), "it has not");
+        leading.answered(2, at(1000));
+        assert!(leading.has_answered(2, second, at(1999)));
+        assert!(
+            !leading.has_answered(2, second, at(2000))
+                && !leading.has_answered(1, second, at(1000))
+        );
+        leading.lose(2);
+        assert!(!leading.has_answered(2, second, at(1000)), "its process is gone");
+        assert_eq!(leading.leads_for(at(1250)), Some(Span::from_millis(250)));
+    }
+
+    #[test]
+    fn an_entry_has_a_bound_in_bytes() {
+        let mut leading = leading();
+        let head = {
+            let mut head = Vec::new();
+            codec::begin_payload(&mut head, 1, at(50_000));
+            head.len()
+        };
+        let bytes_of = |leading: &Leading| -> Vec<usize> {
+            leading.payloads(1, at(50_000), &[]).iter().map(|data| data.len() - head).collect()
+        };
+        let large = |first_seq, bytes| {
+            let bytes = vec![0; bytes].into();
+            Batch { run: Incarnation::new(2, 1), first_seq, count: 1, bytes }
+        };
+        let third = BATCH_BYTES_MAX / 3;
+        for first_seq in 1..=4 {
+            assert_eq!(leading.accept(large(first_seq, third), Some(0)), Accepted::Yes);
+        }
+        let sizes = bytes_of(&leading);
+        assert_eq!(sizes.len(), 2, "{sizes:?}");
+        assert!(sizes.iter().all(|bytes| (2 * third..3 * third).contains(bytes)), "{sizes:?}");
+        assert_eq!(leading.accept(large(5, BATCH_BYTES_MAX), Some(0)), Accepted::Yes);
+        assert_eq!(bytes_of(&leading).len(), 3, "one that fills an entry alone");
     }
 }

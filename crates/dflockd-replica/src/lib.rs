@@ -53,16 +53,16 @@
 //! # What must be durable before what
 //!
 //! The contract stands on the fields of [`Outputs`] and [`LogWrite`]. In short: frames and events may leave at once,
-//! because whatever depends on a write (a vote, an acknowledgement, the first word of a new run) stays inside of the
-//! replica until [`Replica::handle_written`]. Writes are done in their order, and reported when they are durable. A
-//! write that fails ends the node: nobody can know what of it is on the disk.
+//! because whatever depends on a write (a vote, an acknowledgement, the first word of a new incarnation) stays inside
+//! of the replica until [`Replica::handle_written`]. Writes are done in their order, and reported when they are
+//! durable. A write that fails ends the node: nobody can know what of it is on the disk.
 //!
 //! # A request
 //!
-//! What a client asks becomes an [`Item`](types::Item), numbered per run of the node, and goes to the leader in
-//! batches, from the leader itself as well. Every member applies every entry, and the node that accepted a request
-//! answers it when it applies it. Items that were not applied are sent again, to the member that leads then; the
-//! machine takes each number once and in order, so a retry has no second effect.
+//! What a client asks becomes a [`Proposal`](types::Proposal), numbered per incarnation of the node, and goes to the
+//! leader in batches, from the leader itself as well. Every member applies every entry, and the node that accepted a
+//! request answers it when it applies it. Items that were not applied are sent again, to the member that leads then;
+//! the machine takes each number once and in order, so a retry has no second effect.
 
 mod accepting;
 pub mod admin;
@@ -85,10 +85,8 @@ pub mod types;
 pub mod version;
 mod writing;
 
-use std::collections::BTreeMap;
-
 use bytes::Bytes;
-use dflockd_core::{Query, Span, Timestamp, Urgency};
+use dflockd_core::{Outcome, Query, RequestId, SessionId, Span, Timestamp, Urgency};
 use raft::eraftpb::{Entry, SnapshotMetadata};
 use ring::digest;
 
@@ -97,12 +95,12 @@ pub use self::consensus::{Gone, RaftConfig, change_of};
 use self::log::LogBatch;
 use self::machine::{Event, Machine};
 pub use self::replica::Replica;
-use self::types::{Action, Bits128, Member, Policy, RaftId, Run, Start};
+use self::types::{Bits128, Incarnation, Policy, ProposalBody, RaftId, Start};
 
 /// One tick of Raft's clock.
 pub const TICK: Span = Span::from_millis(10);
 
-/// Why a node has no run left: the numbers that a member has are used up.
+/// Why a node has no incarnation left: the numbers that a member has are used up.
 pub const TOO_MANY_STARTS: &str =
     "this node was started too often; remove it and let a new one take its place";
 
@@ -116,7 +114,7 @@ pub mod note {
     /// How often the node was started.
     pub const START: &[u8] = b"start";
     /// The log's end was cut at a start: the node does not vote until it has what the leader has.
-    pub const WARY: &[u8] = b"wary";
+    pub const NON_VOTING: &[u8] = b"wary";
 }
 
 /// How to run a replica.
@@ -133,9 +131,9 @@ pub struct ReplicaConfig {
     pub seed: u64,
     /// The name of the cluster, if this node leads when it gets one of its own.
     pub cluster: Bits128,
-    /// The run of this node's process. It must be noted durably under [`note::START`] before the replica is made.
-    pub run: Run,
-    /// What the first item of the run tells the others about this node.
+    /// The incarnation of this node. It must be noted durably under [`note::START`] before the replica is made.
+    pub run: Incarnation,
+    /// What the first item of the incarnation tells the others about this node.
     pub start: Start,
     /// A snapshot is made each time the index is a multiple of this.
     pub snapshot_entries: u64,
@@ -221,9 +219,9 @@ pub struct Outputs {
     /// Frames for other members, to be sent in order at once: none of them waits for a write in `writes`.
     ///
     /// What other members may rely on only when it is durable here (votes, acknowledgements of entries, batches of a
-    /// new run) is no output before [`Replica::handle_written`] has reported its write. A leader's entries are outputs
-    /// before its own write is done: followers write them at the same time, and it counts itself only afterwards. A
-    /// frame may get lost or come late; what matters is sent again.
+    /// new incarnation) is no output before [`Replica::handle_written`] has reported its write. A leader's entries are
+    /// outputs before its own write is done: followers write them at the same time, and it counts itself only
+    /// afterwards. A frame may get lost or come late; what matters is sent again.
     pub frames: Vec<Outgoing>,
     /// Writes to the log, to be done in order. See [`LogWrite`] for what must be durable when.
     pub writes: Vec<LogWrite>,
@@ -241,7 +239,7 @@ pub struct Outputs {
     ///
     /// The log is cut only when that snapshot is durable and the log knows of it. A crash before the cut loses nothing
     /// but room on the disk.
-    pub cut_before: Option<u64>,
+    pub truncate_before: Option<u64>,
     /// Memory that the cut has made free. To be dropped where nobody waits: that may take long.
     pub gone: Option<Gone>,
     /// Copies of the newest snapshot, by the number of the [`AdminRequest::Copy`] that asked for it. To be handed out
@@ -276,8 +274,20 @@ pub struct Outgoing {
 /// What this node's clients are to be told, or what became of the node itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeEvent {
-    /// An event of the replicated state.
+    /// An event of the replicated state that is no answer.
     Machine(Event),
+    /// The answer to a request.
+    Reply {
+        /// For which session.
+        session: SessionId,
+        /// To which request.
+        request: RequestId,
+        /// The answer.
+        outcome: Outcome,
+        /// What it gives is to be taken back if nobody is there to be told: this node has accepted the request, and no
+        /// client can ask for the answer again.
+        undo: bool,
+    },
     /// A job asked for by [`Replica::read_job`] may look at the state now; `false`: it never will.
     Job(u64, bool),
     /// What an admin asked for is done or refused.
@@ -291,12 +301,13 @@ pub enum NodeEvent {
         /// Whether it was done.
         done: bool,
     },
-    /// The others gave this node up: all its connections are void, and it begins this run.
-    NewRun(Run),
+    /// The others gave this node up: all its connections are void, and it begins this incarnation.
+    NewIncarnation(Incarnation),
     /// A received snapshot jumped over entries: pushes in them were never seen here.
     Skipped,
-    /// Whom there is to talk to, as long as this node's own state does not say.
-    Peers(BTreeMap<RaftId, Member>),
+    /// A member was introduced that this node's own state does not know: there is somebody else to talk to, see
+    /// [`Replica::peers`].
+    Peers,
 }
 
 /// A [`Query`] that can wait.
@@ -338,11 +349,46 @@ impl OwnedQuery {
     }
 }
 
+/// What a member is in Raft.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// It decides.
+    Leader,
+    /// It follows a leader, or waits for one.
+    Follower,
+    /// It asks for votes.
+    Candidate,
+    /// It asks whether it would get votes.
+    PreCandidate,
+}
+
+impl Role {
+    /// All roles.
+    pub const ALL: [Self; 4] = [Self::Leader, Self::Follower, Self::Candidate, Self::PreCandidate];
+
+    /// The word for it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Leader => "leader",
+            Self::Follower => "follower",
+            Self::Candidate => "candidate",
+            Self::PreCandidate => "pre-candidate",
+        }
+    }
+
+    /// The word for what a member is that may not know it yet: one that belongs to no cluster is joining.
+    #[must_use]
+    pub fn name_of(role: Option<Self>) -> &'static str {
+        role.map_or("joining", Self::name)
+    }
+}
+
 /// What a node is at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// The node's role in Raft: leader, follower, candidate or pre-candidate.
-    pub role: &'static str,
+    /// The node's role in Raft.
+    pub role: Role,
     /// The term that Raft is in.
     pub term: u64,
     /// The member that leads, as far as this node knows.
@@ -355,11 +401,19 @@ pub struct Status {
     pub last: u64,
     /// The index of the last entry in the newest snapshot.
     pub snapshot: u64,
-    /// Whether the node serves clients: the others know its run, and what was committed when it last heard of the
-    /// leader is applied.
+    /// Whether the node serves clients: the others know its incarnation, and what was committed when it last heard of
+    /// the leader is applied.
     pub ready: bool,
     /// Whether an operator wants the node not to lead.
     pub drained: bool,
+}
+
+impl Status {
+    /// Whether the node leads.
+    #[must_use]
+    pub fn is_leader(&self) -> bool {
+        self.role == Role::Leader
+    }
 }
 
 /// Applies a committed entry of any kind.
@@ -375,7 +429,7 @@ pub fn apply_entry(
     match change_of(entry) {
         Some(change) => machine.apply_change(change, events),
         None if entry.entry_type != raft::eraftpb::EntryType::EntryNormal => {
-            return Err("a change of the membership that makes no sense".into());
+            return Err("malformed change of the membership".into());
         }
         None if entry.data.is_empty() => {}
         None => machine.apply(&entry.data, events).map_err(|error| error.to_string())?,
@@ -393,14 +447,15 @@ fn digest_of(data: &[u8]) -> [u8; 32] {
 }
 
 /// When an item is refused because there is too much to do.
-pub fn urgency(action: &Action<'_>) -> Urgency {
-    match action {
-        Action::Command(command) => command.urgency(),
-        Action::Keep { .. } => Urgency::Grows,
-        Action::Kick { .. } | Action::End { .. } => Urgency::Keeps,
-        Action::Attach { .. } | Action::Barrier => Urgency::Plain,
-        Action::Start(_) | Action::Undo(_) | Action::Close { .. } | Action::Addresses(_) => {
-            Urgency::Follows
-        }
+pub fn urgency(body: &ProposalBody<'_>) -> Urgency {
+    match body {
+        ProposalBody::Command(command) => command.urgency(),
+        ProposalBody::Keep { .. } | ProposalBody::Identify { .. } => Urgency::Grows,
+        ProposalBody::Kick { .. } | ProposalBody::End { .. } => Urgency::Keeps,
+        ProposalBody::Attach { .. } | ProposalBody::Barrier => Urgency::Plain,
+        ProposalBody::Start(_)
+        | ProposalBody::Undo(_)
+        | ProposalBody::Close { .. }
+        | ProposalBody::Addresses(_) => Urgency::Follows,
     }
 }

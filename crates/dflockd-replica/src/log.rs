@@ -121,6 +121,7 @@ mod tests;
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind};
 
+use dflockd_core::bugs::{Bug, bug};
 use raft::eraftpb::{Entry, HardState, SnapshotMetadata};
 use thiserror::Error;
 
@@ -174,7 +175,7 @@ pub enum OpenError {
     /// What is there cannot be trusted. Nothing was changed.
     #[error("file {file} in the data directory is damaged at byte {offset}: {what}; {remedy}")]
     Damaged {
-        /// Its name in the data directory.
+        /// The name of the file in the data directory.
         file: String,
         /// Where in the file.
         offset: u64,
@@ -189,7 +190,7 @@ pub enum OpenError {
          not know; start the newer server that wrote it"
     )]
     UnknownVersion {
-        /// Its name in the data directory.
+        /// The name of the file in the data directory.
         file: String,
         /// The version it claims.
         version: u32,
@@ -268,7 +269,9 @@ pub struct LogStore<D> {
     block: Vec<u8>,
     snapshot: Option<KnownSnapshot>,
     /// Files that are not needed any more, in the order in which they must go.
-    litter: VecDeque<String>,
+    obsolete: VecDeque<String>,
+    /// Files that are being removed outside of the log.
+    under_removal: VecDeque<String>,
     cut: CutMark,
     /// What went wrong first.
     failed: Option<String>,
@@ -351,7 +354,8 @@ impl<D: Disk> LogStore<D> {
             disk,
             segment_bytes,
             closed: VecDeque::new(),
-            litter: VecDeque::new(),
+            obsolete: VecDeque::new(),
+            under_removal: VecDeque::new(),
             active: nowhere,
             reserve: Reserve::Filling { bytes: 0, low: false },
             tip,
@@ -424,7 +428,8 @@ impl<D: Disk> LogStore<D> {
             disk,
             segment_bytes,
             closed: found.closed,
-            litter: VecDeque::new(),
+            obsolete: VecDeque::new(),
+            under_removal: VecDeque::new(),
             active: Active { name, salt: found.salt, offset, bytes, used },
             reserve: Reserve::Filling { bytes: 0, low: false },
             tip: found.tip,
@@ -524,7 +529,7 @@ impl<D: Disk> LogStore<D> {
     }
 
     /// A snapshot of what is in the log was stored by [`write_snapshot`]: older ones become
-    /// [litter](Self::take_litter).
+    /// [obsolete](Self::take_obsolete).
     pub fn adopt(&mut self, metadata: &SnapshotMetadata) -> io::Result<()> {
         self.check_usable()?;
         self.check_covered(metadata)?;
@@ -532,21 +537,31 @@ impl<D: Disk> LogStore<D> {
     }
 
     /// What is not needed any more. To be removed file by file, each removal durable before the next, outside of the
-    /// log: to give room back takes the file system long. [`swept`](Self::swept) follows.
-    pub fn take_litter(&mut self) -> VecDeque<String> {
-        std::mem::take(&mut self.litter)
+    /// log: to give room back takes the file system long. Nothing more is given out until [`swept`](Self::swept) says
+    /// that it is done: a segment must not be gone while an older one is there, or the log would have a gap after a
+    /// crash.
+    pub fn take_obsolete(&mut self) -> VecDeque<String> {
+        if !self.under_removal.is_empty() && !bug(Bug::SweepsOverlap) {
+            return VecDeque::new();
+        }
+        self.under_removal = std::mem::take(&mut self.obsolete);
+        self.under_removal.clone()
     }
 
     /// Files were removed: there may be room again.
     pub fn swept(&mut self) {
+        self.under_removal.clear();
         self.expect_room();
     }
 
-    /// Removes what is not needed any more.
+    /// Removes what is not needed any more, unless somebody else removes what was not needed before.
     fn sweep(&mut self) -> io::Result<()> {
         self.check_usable()?;
+        if !self.under_removal.is_empty() {
+            return Ok(());
+        }
         self.guard(|log| {
-            while let Some(name) = log.litter.pop_front() {
+            while let Some(name) = log.obsolete.pop_front() {
                 log.disk.remove(&name)?;
                 log.disk.sync_dir()?;
                 log.expect_room();
@@ -579,13 +594,14 @@ impl<D: Disk> LogStore<D> {
     }
 
     /// Removes segments in which everything is below `index`, but nothing that the snapshot does not cover.
-    pub fn cut_before(&mut self, index: u64) -> io::Result<()> {
+    #[cfg(test)]
+    fn truncate_before(&mut self, index: u64) -> io::Result<()> {
         self.retire_before(index)?;
         self.sweep()
     }
 
-    /// Makes segments in which everything is below `index` [litter](Self::take_litter), but nothing that the snapshot
-    /// does not cover.
+    /// Makes segments in which everything is below `index` [obsolete](Self::take_obsolete), but nothing that the
+    /// snapshot does not cover.
     pub fn retire_before(&mut self, index: u64) -> io::Result<()> {
         self.check_usable()?;
         let covered = self.snapshot.map_or(0, |snapshot| snapshot.index);
@@ -593,7 +609,7 @@ impl<D: Disk> LogStore<D> {
             |oldest: &mut Closed| oldest.last_index < index && oldest.last_index <= covered;
         // The oldest first: if a later removal were durable and an earlier one not, there would be a gap.
         while let Some(oldest) = self.closed.pop_front_if(is_old) {
-            self.litter.push_back(segment_name(oldest.number));
+            self.obsolete.push_back(segment_name(oldest.number));
         }
         Ok(())
     }
@@ -878,7 +894,7 @@ impl<D: Disk> LogStore<D> {
         Ok(())
     }
 
-    /// Takes note of a stored snapshot. All but the newest are litter.
+    /// Takes note of a stored snapshot. All but the newest are obsolete.
     fn adopt_snapshot(&mut self, index: u64) -> io::Result<()> {
         let newest = index.max(self.snapshot.map_or(0, |snapshot| snapshot.index));
         let bytes = self.disk.len(&snapshot::file_name(newest))?;
@@ -887,9 +903,10 @@ impl<D: Disk> LogStore<D> {
         self.snapshot = Some(KnownSnapshot { index: newest, bytes });
         for name in names {
             if snapshot::index_of(&name).is_some_and(|index| index < newest)
-                && !self.litter.contains(&name)
+                && !self.obsolete.contains(&name)
+                && !self.under_removal.contains(&name)
             {
-                self.litter.push_back(name);
+                self.obsolete.push_back(name);
             }
         }
         Ok(())

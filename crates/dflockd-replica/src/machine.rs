@@ -1,28 +1,32 @@
 //! The replicated state: the store, and what a cluster must agree on besides it.
 //!
-//! [`Machine::apply`] is a function of the committed log alone: members, the lives of nodes, kept sessions, the policy
-//! and the store change here and nowhere else. Every member applies every entry; what comes of it for clients is
+//! [`Machine::apply`] is a function of the committed log alone: members, the incarnations of nodes, kept sessions, the
+//! policy and the store change here and nowhere else. Every member applies every entry; what comes of it for clients is
 //! handed out as [`Event`]s, of which each node uses those for its own connections.
 //!
 //! # Sessions of a cluster
 //!
-//! A [`Run`] is one life of a node's process: the member's number (12 bits) and how often it was started (20 bits),
-//! noted on disk before anybody is told. A session's id is its run in the upper 32 bits and a count of the run in the
-//! lower, so each id tells where its connection is. A cluster has room for 4,095 members and 1,048,575 starts of each
-//! over its whole life, and a run for 2^32 sessions.
+//! An [`Incarnation`] is one start of a member's process and what follows: the member's number (12 bits) and how often
+//! it was started (20 bits), noted on disk before anybody is told. A session's id is its incarnation in the upper 32
+//! bits and a count of its own in the lower, so each id tells where its connection is. A cluster has room for 4,095
+//! members and 1,048,575 starts of each in all, and an incarnation for 2^32 sessions.
 //!
-//! - The first item of a run is `Start`: it names the data directory (a random number), the client address, and whether
-//!   the node is a witness. It ends what older runs of the node left: waits, enqueue records and subscriptions at once,
-//!   holds with their leases. Another data directory under the same name is not accepted, and a node that learns of a
-//!   later start than its own is an old copy and stops.
-//! - A member that the leader has not heard for 10 s is *lost* (`NodeLost`), which ends its run like a new start. A
-//!   member that was only slow closes its connections and begins a new run.
-//! - Kept sessions are bound to no run: the end of their run detaches them. `Keep`, `Attach`, `Close` and `Kick` are
-//!   items, so the epoch is decided in the log, and what an older attachment sent does nothing on any node. From
-//!   version 2 on, a detached session does not listen: its subscriptions leave the indexes and are entered again by
-//!   `Attach`.
-//! - `Close` says whether the client closed with a FIN; `Policy::auto_release` then decides about the holds. `Orphan`
-//!   keeps those of a connection with a `stable-ref` for `--orphan-ttl`.
+//! - The first item of an incarnation is `Start`: it names the data directory (a random number), the client address,
+//!   and whether the node is a witness. It ends what older incarnations of the node left: waits, enqueue records and
+//!   subscriptions at once, holds with their leases. Another data directory under the same name is not accepted, and a
+//!   node that learns of a later start than its own is an old copy and stops.
+//! - A member that the leader has not heard for 10 s is *lost* (`NodeLost`), which ends its incarnation like a new
+//!   start. A member that was only slow closes its connections and begins a new incarnation.
+//! - Kept sessions are bound to no incarnation: the end of their incarnation detaches them. `Keep`, `Attach`, `Close`
+//!   and `Kick` are items, so the epoch is decided in the log, and what an older attachment sent does nothing on any
+//!   node. From version 2 on, a detached session does not listen: its subscriptions leave the indexes and are entered
+//!   again by `Attach`.
+//! - `Close` says whether the client closed with a FIN; `Policy::auto_release` then decides about the holds.
+//! - `Identify` tells who is behind a session (since version 4): a name for people, and the `stable-ref`. If a session
+//!   with a reference ends because its connection or its node did, its places in queues stay for `--orphan-ttl`, and
+//!   so do its holds where the policy would have released them; the others have their leases. Another session of the
+//!   same reference gets both back by asking again, on any node. Without `Identify` a `stable-ref` only keeps the
+//!   holds.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -36,8 +40,8 @@ use serde::{Deserialize, Serialize};
 
 use super::codec::{self, Malformed, Section};
 use super::types::{
-    Action, Addresses, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, RaftId,
-    Run, Start,
+    Addresses, AutoRelease, Bits128, Incarnation, LeaderCommand, Member, MemberChange, Policy,
+    Proposal, ProposalBody, RaftId, Start,
 };
 use super::version;
 
@@ -47,7 +51,7 @@ const FIRST_FORM: u8 = 2;
 /// The replicated state of one member.
 pub struct Machine {
     registry: Registry,
-    added: Added,
+    registry_v2: RegistryV2,
     /// The name that the cluster began with, once it has another one. In snapshots since version 3.
     formed_as: Option<Bits128>,
     /// None before the first leader's `Init`, and always on a witness.
@@ -75,30 +79,30 @@ struct Registry {
     last_raft_id: RaftId,
     /// Names that were removed and may not come back.
     retired: BTreeSet<String>,
-    /// The newest life of each member.
-    runs: BTreeMap<RaftId, RunState>,
+    /// The newest incarnation of each member.
+    incarnations: BTreeMap<RaftId, IncarnationState>,
     kept: BTreeMap<SessionId, Kept>,
     /// Ended while their connections were not closed yet: nothing these sent meanwhile may bring them back.
     dead: BTreeSet<SessionId>,
     policy: Option<Box<Policy>>,
 }
 
-/// What was added to the registry later.
+/// The fields of the registry that form 2 of a snapshot added.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Added {
+struct RegistryV2 {
     addresses: BTreeMap<RaftId, Addresses>,
     /// The newest version that each member reads, as it said when it last started.
     versions: BTreeMap<RaftId, u32>,
-    /// What all of them agreed to use; 0 stands for 1, the first.
+    /// The version that all members agreed to use; 0 stands for 1, the first.
     version: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct RunState {
-    run: Run,
-    /// The last of its items that was applied.
+struct IncarnationState {
+    run: Incarnation,
+    /// The number of the last item of the incarnation that was applied.
     seq: u64,
-    /// Not given up by the others.
+    /// Whether the others have not given the incarnation up.
     live: bool,
 }
 
@@ -107,8 +111,8 @@ struct RunState {
 struct Kept {
     secret: Bits128,
     epoch: u32,
-    /// Where it is attached.
-    home: Option<Run>,
+    /// The incarnation of the node that the session is attached through, if it is attached.
+    home: Option<Incarnation>,
     /// The connection that began it has ended, so nothing more can come from there.
     left: bool,
 }
@@ -116,7 +120,7 @@ struct Kept {
 /// What applying an entry brought about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// For a session, by the store.
+    /// An effect of the store, for a session.
     Effect(Effect),
     /// A connection's session has become another one.
     Attached {
@@ -133,27 +137,27 @@ pub enum Event {
         session: SessionId,
         /// How often it was attached then.
         epoch: u32,
-        /// What was asked.
+        /// The request that came too late.
         request: RequestId,
     },
     /// A session was ended by an operator.
     Kicked {
-        /// Which.
+        /// The session that was ended.
         session: SessionId,
     },
-    /// A node began a life.
-    RunStarted(Run),
-    /// The others gave a node up, or it began a new life.
-    RunEnded(Run),
+    /// A node began an incarnation.
+    IncarnationStarted(Incarnation),
+    /// The others gave a node up, or it began a new incarnation.
+    IncarnationEnded(Incarnation),
     /// The members or their addresses have changed.
     Members,
-    /// What all decide by has changed.
+    /// The policy or the version has changed.
     PolicyChanged,
     /// The digest of a snapshot, as the leader has it.
     Digest {
-        /// Of the snapshot.
+        /// The index of the snapshot.
         index: u64,
-        /// SHA-256.
+        /// SHA-256 of the snapshot.
         digest: [u8; 32],
     },
 }
@@ -168,7 +172,7 @@ impl Machine {
             last_raft_id: members.keys().max().copied().unwrap_or(0),
             members,
             retired: BTreeSet::new(),
-            runs: BTreeMap::new(),
+            incarnations: BTreeMap::new(),
             kept: BTreeMap::new(),
             dead: BTreeSet::new(),
             policy: None,
@@ -183,13 +187,13 @@ impl Machine {
         if bug(Bug::SecretsForgotten) {
             by_secret.clear();
         }
-        let (added, formed_as) = (Added::default(), None);
+        let (registry_v2, formed_as) = (RegistryV2::default(), None);
         let (effects, shown) = (Vec::new(), registry.now);
-        let from_beginning = registry.policy.is_none() && registry.runs.is_empty();
+        let from_beginning = registry.policy.is_none() && registry.incarnations.is_empty();
         let oldest = None;
         Self {
             registry,
-            added,
+            registry_v2,
             formed_as,
             store,
             shared,
@@ -211,13 +215,14 @@ impl Machine {
     pub fn snapshot(&self) -> Vec<u8> {
         let registry = postcard::to_extend(&self.registry, vec![form(self.version())]);
         let registry = registry.expect("memory is all it needs");
-        let mut bytes = postcard::to_extend(&self.added, registry).expect("likewise");
+        let mut bytes =
+            postcard::to_extend(&self.registry_v2, registry).expect("memory is all it needs");
         if self.version() >= 2 {
             let v2 = self.policy().map(|policy| policy.limits.v2());
-            bytes = postcard::to_extend(&v2, bytes).expect("likewise");
+            bytes = postcard::to_extend(&v2, bytes).expect("memory is all it needs");
         }
         if self.version() >= version::NAMED {
-            bytes = postcard::to_extend(&self.formed_as, bytes).expect("likewise");
+            bytes = postcard::to_extend(&self.formed_as, bytes).expect("memory is all it needs");
         }
         match &self.store {
             None => bytes.push(0),
@@ -242,8 +247,8 @@ impl Machine {
         let malformed = |error| format!("the registry of a snapshot: {error}");
         let (mut registry, rest) =
             postcard::take_from_bytes::<Registry>(rest).map_err(malformed)?;
-        let (added, mut rest) = match form {
-            1 => (Added::default(), rest),
+        let (registry_v2, mut rest) = match form {
+            1 => (RegistryV2::default(), rest),
             _ => postcard::take_from_bytes(rest).map_err(malformed)?,
         };
         if form > FIRST_FORM {
@@ -269,7 +274,7 @@ impl Machine {
             }
             _ => return Err("a snapshot that ends too early".into()),
         };
-        Ok(Self { added, formed_as, ..Self::with(registry, store, shared, witness) })
+        Ok(Self { registry_v2, formed_as, ..Self::with(registry, store, shared, witness) })
     }
 
     /// Applies the payload of a log entry.
@@ -285,7 +290,7 @@ impl Machine {
         self.run_store(NOBODY, Command::Tick, events);
         for section in codec::sections(payload) {
             match section? {
-                Section::Order(order) => self.execute_order(order, events),
+                Section::LeaderCommand(order) => self.execute_order(order, events),
                 Section::Batch { run, first_seq, items, .. } => {
                     for (seq, item) in (first_seq..).zip(items) {
                         self.execute_item(run, seq, item?, events);
@@ -306,17 +311,17 @@ impl Machine {
             // Who votes is kept by Raft.
             MemberChange::Promote { .. } => {}
             MemberChange::Remove { raft_id } => {
-                self.added.addresses.remove(&raft_id);
-                self.added.versions.remove(&raft_id);
+                self.registry_v2.addresses.remove(&raft_id);
+                self.registry_v2.versions.remove(&raft_id);
                 if let Some(member) = self.registry.members.remove(&raft_id) {
                     self.registry.retired.insert(member.node);
                 }
-                if let Some(RunState { run, live: true, .. }) =
-                    self.registry.runs.get(&raft_id).copied()
+                if let Some(IncarnationState { run, live: true, .. }) =
+                    self.registry.incarnations.get(&raft_id).copied()
                 {
-                    self.end_run(run, events);
+                    self.end_incarnation(run, events);
                 }
-                self.registry.runs.remove(&raft_id);
+                self.registry.incarnations.remove(&raft_id);
             }
         }
         events.push(Event::Members);
@@ -367,19 +372,19 @@ impl Machine {
     /// Where else members can be reached.
     #[must_use]
     pub fn addresses(&self) -> &BTreeMap<RaftId, Addresses> {
-        &self.added.addresses
+        &self.registry_v2.addresses
     }
 
     /// The newest version that each member reads, as far as it has said.
     #[must_use]
     pub fn versions(&self) -> &BTreeMap<RaftId, u32> {
-        &self.added.versions
+        &self.registry_v2.versions
     }
 
     /// The version that all members agreed to use.
     #[must_use]
     pub fn version(&self) -> u32 {
-        self.added.version.max(1)
+        self.registry_v2.version.max(1)
     }
 
     /// The version that a cluster which has just begun should use: one that all its members read, and that no program
@@ -387,10 +392,11 @@ impl Machine {
     /// or if this machine can not know.
     #[must_use]
     pub fn first_version(&self) -> Option<u32> {
-        if self.added.version != 0 || !self.from_beginning || self.registry.policy.is_none() {
+        if self.registry_v2.version != 0 || !self.from_beginning || self.registry.policy.is_none() {
             return None;
         }
-        let versions = self.registry.members.keys().map(|id| self.added.versions.get(id).copied());
+        let versions =
+            self.registry.members.keys().map(|id| self.registry_v2.versions.get(id).copied());
         let read_by_all = versions.min()??;
         (read_by_all > 1 && self.oldest == Some(read_by_all)).then_some(read_by_all)
     }
@@ -412,6 +418,7 @@ impl Machine {
         self.version() >= version::NAMED
             && self.formed_as.is_none()
             && self.registry.members.values().all(|member| member.disk.is_some())
+            && !bug(Bug::NameNotDrawn)
     }
 
     /// The name that the cluster began with, once it has another one.
@@ -449,11 +456,12 @@ impl Machine {
         registry.last_raft_id = registry.last_raft_id.max(raft_id);
         registry.retired.remove(&member.node);
         registry.members = BTreeMap::from([(raft_id, member)]);
-        registry.runs.clear();
+        registry.incarnations.clear();
         registry.kept.clear();
         registry.dead.clear();
         self.by_secret.clear();
-        self.added = Added { version: self.added.version, ..Added::default() };
+        self.registry_v2 =
+            RegistryV2 { version: self.registry_v2.version, ..RegistryV2::default() };
         if let Some(store) = &mut self.store {
             store.begin_anew(fence, delay);
         }
@@ -489,22 +497,22 @@ impl Machine {
         self.registry.last_raft_id + 1
     }
 
-    /// The newest life of a member that the others have not given up.
+    /// The newest incarnation of a member that the others have not given up.
     #[must_use]
-    pub fn run_of(&self, raft_id: RaftId) -> Option<Run> {
-        self.registry.runs.get(&raft_id).filter(|state| state.live).map(|state| state.run)
+    pub fn run_of(&self, raft_id: RaftId) -> Option<Incarnation> {
+        self.registry.incarnations.get(&raft_id).filter(|state| state.live).map(|state| state.run)
     }
 
-    /// The newest life of a member, given up or not.
+    /// The newest incarnation of a member, given up or not.
     #[must_use]
-    pub fn newest_run(&self, raft_id: RaftId) -> Option<Run> {
-        self.registry.runs.get(&raft_id).map(|state| state.run)
+    pub fn newest_run(&self, raft_id: RaftId) -> Option<Incarnation> {
+        self.registry.incarnations.get(&raft_id).map(|state| state.run)
     }
 
-    /// The last item of a run that was applied; 0 if none. None if nothing of the run counts any more.
+    /// The last item of an incarnation that was applied; 0 if none. None if nothing of the incarnation counts any more.
     #[must_use]
-    pub fn applied_seq(&self, run: Run) -> Option<u64> {
-        match self.registry.runs.get(&run.raft_id()) {
+    pub fn applied_seq(&self, run: Incarnation) -> Option<u64> {
+        match self.registry.incarnations.get(&run.raft_id()) {
             Some(state) if state.run == run && bug(Bug::DeadRun) => Some(state.seq),
             Some(state) if state.run == run => state.live.then_some(state.seq),
             Some(state) if state.run > run => None,
@@ -518,10 +526,10 @@ impl Machine {
         self.store.as_ref().and_then(Store::next_deadline)
     }
 
-    /// The life of a node to which a session's connection belongs, if it has one.
+    /// The incarnation of a node to which a session's connection belongs, if it has one.
     #[must_use]
-    pub fn home(&self, session: SessionId) -> Option<Run> {
-        self.registry.kept.get(&session).map_or(Some(Run::of(session)), |kept| kept.home)
+    pub fn home(&self, session: SessionId) -> Option<Incarnation> {
+        self.registry.kept.get(&session).map_or(Some(Incarnation::of(session)), |kept| kept.home)
     }
 
     /// How often a kept session was attached, if it waits for its client now.
@@ -537,9 +545,9 @@ impl Machine {
         self.registry.kept.contains_key(&session)
     }
 
-    fn execute_order(&mut self, order: Order, events: &mut Vec<Event>) {
+    fn execute_order(&mut self, order: LeaderCommand, events: &mut Vec<Event>) {
         match order {
-            Order::Init { policy, seed, fence } => {
+            LeaderCommand::Init { policy, seed, fence } => {
                 if self.registry.policy.is_some() {
                     return;
                 }
@@ -553,37 +561,37 @@ impl Machine {
                 events.push(Event::PolicyChanged);
             }
             // Its stamp was all it had to say.
-            Order::Tick => {}
-            Order::NewTerm => self.run_store(NOBODY, Command::NewTerm, events),
-            Order::NodeLost { run } => {
+            LeaderCommand::Tick => {}
+            LeaderCommand::NewTerm => self.run_store(NOBODY, Command::NewTerm, events),
+            LeaderCommand::NodeLost { run } => {
                 if self.run_of(run.raft_id()) == Some(run) {
-                    self.end_run(run, events);
+                    self.end_incarnation(run, events);
                 }
             }
-            Order::Policy(policy) => {
+            LeaderCommand::Policy(policy) => {
                 if let Some(store) = &mut self.store {
                     store.set_limits(policy.limits.clone());
                 }
                 self.registry.policy = Some(policy);
                 events.push(Event::PolicyChanged);
             }
-            Order::Digest { index, digest } => events.push(Event::Digest { index, digest }),
-            Order::Address { raft_id, peer_addr } => {
+            LeaderCommand::Digest { index, digest } => events.push(Event::Digest { index, digest }),
+            LeaderCommand::Address { raft_id, peer_addr } => {
                 if let Some(member) = self.registry.members.get_mut(&raft_id) {
                     member.peer_addr = peer_addr;
                     events.push(Event::Members);
                 }
             }
-            Order::Version { version } => {
+            LeaderCommand::Version { version } => {
                 // Members may have come or gone back to an older program since it was proposed.
-                let versions = &self.added.versions;
+                let versions = &self.registry_v2.versions;
                 let reads = |id| versions.get(id).is_some_and(|newest| *newest >= version);
-                if self.registry.members.keys().all(reads) {
-                    self.added.version = self.version().max(version);
+                if self.registry.members.keys().all(reads) || bug(Bug::VersionEarly) {
+                    self.registry_v2.version = self.version().max(version);
                     events.push(Event::PolicyChanged);
                 }
             }
-            Order::ClusterId { id } => {
+            LeaderCommand::ClusterId { id } => {
                 // Members may have come since it was proposed.
                 if self.lacks_name() {
                     self.formed_as = Some(std::mem::replace(&mut self.registry.cluster, id));
@@ -593,15 +601,21 @@ impl Machine {
         }
     }
 
-    fn execute_item(&mut self, run: Run, seq: u64, item: Item<'_>, events: &mut Vec<Event>) {
+    fn execute_item(
+        &mut self,
+        run: Incarnation,
+        seq: u64,
+        item: Proposal<'_>,
+        events: &mut Vec<Event>,
+    ) {
         let raft_id = run.raft_id();
-        if let Action::Start(start) = item.action {
+        if let ProposalBody::Start(start) = item.body {
             if seq == 1 {
-                self.start_run(run, start, events);
+                self.start_incarnation(run, start, events);
             }
             return;
         }
-        match self.registry.runs.get_mut(&raft_id) {
+        match self.registry.incarnations.get_mut(&raft_id) {
             // Exactly once, in order, without gaps: what comes twice is skipped, what lacks its predecessor
             // is sent again.
             Some(state) if bug(Bug::BatchTwice) && state.run == run && seq <= state.seq => {}
@@ -613,34 +627,34 @@ impl Machine {
             }
             _ => return,
         }
-        let Item { session, epoch, request, keep, action } = item;
+        let Proposal { session, epoch, request, keep, body } = item;
         let is_own = match self.registry.kept.get(&session) {
             Some(kept) => kept.epoch == epoch && kept.home == Some(run),
-            // A session that was kept and has ended, or was never this run's.
-            None => epoch == 0 && Run::of(session) == run,
+            // A session that was kept and has ended, or was never this incarnation's.
+            None => epoch == 0 && Incarnation::of(session) == run,
         };
         let is_dead = self.registry.dead.contains(&session);
         // What an attachment gives back or withdraws is its own business, also when the session has moved on.
         let always = matches!(
-            action,
-            Action::Undo(_)
-                | Action::Close { .. }
-                | Action::Command(Command::Cancel(_))
-                | Action::Addresses(_)
+            body,
+            ProposalBody::Undo(_)
+                | ProposalBody::Close { .. }
+                | ProposalBody::Command(Command::Cancel(_))
+                | ProposalBody::Addresses(_)
         );
         if (!is_own || is_dead) && !always {
             events.push(Event::Gone { session, epoch, request });
             return;
         }
         let caller = Caller { session, request, keep };
-        match action {
-            Action::Start(_) => unreachable!("handled above"),
-            Action::Command(command) => self.run_store(caller, command, events),
-            Action::Undo(outcome) => self.run_store(NOBODY, Command::Undo(&outcome), events),
-            Action::Keep { .. } if self.keeps_all_it_may(session) => {
+        match body {
+            ProposalBody::Start(_) => unreachable!("handled above"),
+            ProposalBody::Command(command) => self.run_store(caller, command, events),
+            ProposalBody::Undo(outcome) => self.run_store(NOBODY, Command::Undo(&outcome), events),
+            ProposalBody::Keep { .. } if self.keeps_all_it_may(session) => {
                 reply(caller, Outcome::Refused(Refusal::MaxSessions), events);
             }
-            Action::Keep { secret } => {
+            ProposalBody::Keep { secret } => {
                 let kept = Kept { secret, epoch: 0, home: Some(run), left: false };
                 self.registry.kept.insert(session, kept);
                 self.by_secret.insert(secret, session);
@@ -648,8 +662,13 @@ impl Machine {
                 self.run_store(caller, Command::Attach, events);
                 reply(caller, Outcome::Done, events);
             }
-            Action::Attach { secret } => self.attach(run, caller, secret, events),
-            Action::Close { orderly, referenced } => {
+            ProposalBody::Attach { secret } => self.attach(run, caller, secret, events),
+            ProposalBody::Identify { name, reference } => {
+                if self.version() >= version::IDENTIFIED {
+                    self.run_store(caller, Command::Identify { name, reference }, events);
+                }
+            }
+            ProposalBody::Close { orderly, referenced } => {
                 if let Some(kept) = self.registry.kept.get_mut(&session) {
                     kept.left |= epoch == 0;
                 }
@@ -657,12 +676,12 @@ impl Machine {
                     self.close(session, orderly, referenced, events);
                 }
             }
-            Action::Kick { session: ended } => self.end(caller, ended, true, events),
-            Action::End { session: ended } => self.end(caller, ended, false, events),
-            Action::Barrier => reply(caller, Outcome::Done, events),
-            Action::Addresses(addresses) => {
-                if self.added.addresses.get(&raft_id) != Some(&addresses) {
-                    self.added.addresses.insert(raft_id, addresses);
+            ProposalBody::Kick { session: ended } => self.end(caller, ended, true, events),
+            ProposalBody::End { session: ended } => self.end(caller, ended, false, events),
+            ProposalBody::Barrier => reply(caller, Outcome::Done, events),
+            ProposalBody::Addresses(addresses) => {
+                if self.registry_v2.addresses.get(&raft_id) != Some(&addresses) {
+                    self.registry_v2.addresses.insert(raft_id, addresses);
                     events.push(Event::Members);
                 }
             }
@@ -676,18 +695,18 @@ impl Machine {
         max > 0 && kept.len() as u64 >= max && !kept.contains_key(&session)
     }
 
-    fn start_run(&mut self, run: Run, start: Start, events: &mut Vec<Event>) {
+    fn start_incarnation(&mut self, run: Incarnation, start: Start, events: &mut Vec<Event>) {
         let raft_id = run.raft_id();
         let Some(member) = self.registry.members.get_mut(&raft_id) else { return };
         if member.disk.is_some_and(|disk| disk != start.disk) {
             return;
         }
-        let older = self.registry.runs.get(&raft_id).copied();
+        let older = self.registry.incarnations.get(&raft_id).copied();
         if older.is_some_and(|older| older.run >= run) {
             return;
         }
         self.oldest = Some(self.oldest.map_or(start.version, |oldest| oldest.min(start.version)));
-        if self.added.versions.insert(raft_id, start.version) != Some(start.version) {
+        if self.registry_v2.versions.insert(raft_id, start.version) != Some(start.version) {
             events.push(Event::Members);
         }
         let known = (member.disk, &member.client_addr, member.witness);
@@ -697,17 +716,17 @@ impl Machine {
             member.witness = start.witness;
             events.push(Event::Members);
         }
-        if let Some(RunState { run: older, live: true, .. }) = older {
-            self.end_run(older, events);
+        if let Some(IncarnationState { run: older, live: true, .. }) = older {
+            self.end_incarnation(older, events);
         }
-        self.registry.runs.insert(raft_id, RunState { run, seq: 1, live: true });
-        events.push(Event::RunStarted(run));
+        self.registry.incarnations.insert(raft_id, IncarnationState { run, seq: 1, live: true });
+        events.push(Event::IncarnationStarted(run));
     }
 
-    /// Ends what depended on a life of a node: waits, enqueue records and subscriptions of its connections at once,
-    /// their holds with their leases. Kept sessions are only detached.
-    fn end_run(&mut self, run: Run, events: &mut Vec<Event>) {
-        if let Some(state) = self.registry.runs.get_mut(&run.raft_id()) {
+    /// Ends what depended on an incarnation of a node: waits, enqueue records and subscriptions of its connections at
+    /// once, their holds with their leases. Kept sessions are only detached.
+    fn end_incarnation(&mut self, run: Incarnation, events: &mut Vec<Event>) {
+        if let Some(state) = self.registry.incarnations.get_mut(&run.raft_id()) {
             state.live = false;
         }
         let kept = self.registry.kept.iter_mut().filter(|(_, kept)| kept.home == Some(run));
@@ -724,15 +743,24 @@ impl Machine {
         for session in sessions {
             if !self.registry.kept.contains_key(&session) {
                 let release = bug(Bug::LostNodeReleases);
-                let command = Command::EndSession { release, forced: false };
+                let command = match self.waits_for_client(session) {
+                    Some(ttl) => Command::Orphan { ttl, cut: false },
+                    None => Command::EndSession { release, forced: false },
+                };
                 self.run_store(of(session), command, events);
             }
         }
-        self.registry.dead.retain(|&session| Run::of(session) != run);
-        events.push(Event::RunEnded(run));
+        self.registry.dead.retain(|&session| Incarnation::of(session) != run);
+        events.push(Event::IncarnationEnded(run));
     }
 
-    fn attach(&mut self, run: Run, caller: Caller, secret: Bits128, events: &mut Vec<Event>) {
+    fn attach(
+        &mut self,
+        run: Incarnation,
+        caller: Caller,
+        secret: Bits128,
+        events: &mut Vec<Event>,
+    ) {
         let Caller { session: by, request, .. } = caller;
         let target = self.by_secret.get(&secret).copied();
         let to = target.and_then(|session| {
@@ -757,7 +785,12 @@ impl Machine {
         referenced: bool,
         events: &mut Vec<Event>,
     ) {
+        let waits = self.waits_for_client(session).filter(|_| referenced);
         if let Some(kept) = self.registry.kept.get_mut(&session) {
+            if let Some(ttl) = waits {
+                self.run_store(of(session), Command::Orphan { ttl, cut: false }, events);
+                return self.forget_kept(session);
+            }
             kept.home = None;
             self.detach(session, events);
             return;
@@ -769,12 +802,20 @@ impl Machine {
             AutoRelease::Lease => false,
         };
         let ttl = policy.orphan_ttl;
-        let command = if release && referenced && ttl > Span::ZERO {
-            Command::Orphan { ttl }
+        let is_kept = release && referenced && ttl > Span::ZERO;
+        let command = if is_kept || waits.is_some() {
+            Command::Orphan { ttl, cut: release }
         } else {
             Command::EndSession { release, forced: false }
         };
         self.run_store(of(session), command, events);
+    }
+
+    /// For how long the client of a session is waited for who has lost it; none if it is not.
+    fn waits_for_client(&self, session: SessionId) -> Option<Span> {
+        let ttl = self.policy()?.orphan_ttl;
+        let has_reference = self.store.as_ref().is_some_and(|store| store.has_reference(session));
+        (has_reference && ttl > Span::ZERO).then_some(ttl)
     }
 
     fn detach(&mut self, session: SessionId, events: &mut Vec<Event>) {
@@ -818,7 +859,7 @@ impl Machine {
     fn forget_kept(&mut self, session: SessionId) {
         let Some(kept) = self.registry.kept.remove(&session) else { return };
         self.by_secret.remove(&kept.secret);
-        let first_home = Run::of(session);
+        let first_home = Incarnation::of(session);
         if !kept.left && self.run_of(first_home.raft_id()) == Some(first_home) {
             self.registry.dead.insert(session);
         }
@@ -873,9 +914,9 @@ mod tests {
         events
     }
 
-    fn order(machine: &mut Machine, stamp: u64, order: &Order) -> Vec<Event> {
+    fn order(machine: &mut Machine, stamp: u64, order: &LeaderCommand) -> Vec<Event> {
         let version = written(machine);
-        apply(machine, stamp, |payload| codec::put_order(payload, version, order))
+        apply(machine, stamp, |payload| codec::put_leader_command(payload, version, order))
     }
 
     fn machine() -> Machine {
@@ -890,7 +931,7 @@ mod tests {
         let limits = Limits::default();
         let auto_release = AutoRelease::Clean;
         let policy = Box::new(Policy { limits, auto_release, orphan_ttl: Span::ZERO });
-        order(&mut machine, 1, &Order::Init { policy, seed: 1, fence: 100 });
+        order(&mut machine, 1, &LeaderCommand::Init { policy, seed: 1, fence: 100 });
         machine
     }
 
@@ -901,14 +942,39 @@ mod tests {
     fn start(machine: &mut Machine, stamp: u64, raft_id: RaftId, starts: u32, version: u32) {
         apply(machine, stamp, |payload| {
             let start = Start { disk: 5, client_addr: String::new(), version, witness: false };
-            let action = Action::Start(start);
+            let body = ProposalBody::Start(start);
             let session = SessionId(0);
             let request = RequestId(0);
             let mut bytes = Vec::new();
-            codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
-            let run = Run::new(raft_id, starts);
+            codec::put_item(
+                &mut bytes,
+                &Proposal { session, epoch: 0, request, keep: false, body },
+            );
+            let run = Incarnation::new(raft_id, starts);
             codec::Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }.put(payload);
         });
+    }
+
+    /// Appends a batch of one item of an incarnation's `n`-th session.
+    fn put_one(payload: &mut Vec<u8>, run: Incarnation, seq: u64, n: u32, body: ProposalBody<'_>) {
+        let (session, request) = (run.session(n), RequestId(seq));
+        let mut bytes = Vec::new();
+        codec::put_item(&mut bytes, &Proposal { session, epoch: 0, request, keep: false, body });
+        codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() }.put(payload);
+    }
+
+    fn acquire(key: &[u8], wait: Span) -> ProposalBody<'_> {
+        let mode = dflockd_core::Mode::Mutex;
+        let lease = Some(Span::from_secs(600));
+        let command = command::Acquire { key, mode, wait, lease, salt: 7 };
+        ProposalBody::Command(command.into())
+    }
+
+    /// A client with a name and a reference, and two places of it: one of them a hold.
+    fn identified() -> [ProposalBody<'static>; 3] {
+        let wait = Span::from_secs(60);
+        let identify = ProposalBody::Identify { name: b"worker", reference: b"the one" };
+        [identify, acquire(b"k", wait), acquire(b"k", wait)]
     }
 
     /// GUARANTEES 42: all use a version from one place of the log on, and only if all read it there.
@@ -920,7 +986,7 @@ mod tests {
         assert_eq!((machine.version(), machine.versions().len()), (1, 0));
         start(&mut machine, 2, 1, 1, version);
         assert_eq!(machine.versions(), &BTreeMap::from([(1, version)]));
-        let raise = Order::Version { version };
+        let raise = LeaderCommand::Version { version };
         assert_eq!(order(&mut machine, 3, &raise), [], "one has not said what it reads");
         start(&mut machine, 4, 2, 1, version - 1);
         assert_eq!(order(&mut machine, 5, &raise), [], "one does not read it");
@@ -933,12 +999,12 @@ mod tests {
 
         let events = order(&mut machine, 10, &raise);
         assert!(events.contains(&Event::PolicyChanged), "whoever knows less must stop");
-        order(&mut machine, 10, &Order::Version { version: version - 1 });
+        order(&mut machine, 10, &LeaderCommand::Version { version: version - 1 });
         assert_eq!(machine.version(), version, "it only grows");
         let snapshot = machine.snapshot();
-        assert_eq!(snapshot[0], FIRST_FORM + 3);
+        assert_eq!(snapshot[0], FIRST_FORM + 4);
         let why = Machine::restore(&snapshot, false).err().unwrap();
-        assert!(why.contains("newer server") && why.contains("form 5"), "{why}");
+        assert!(why.contains("newer server") && why.contains("form 6"), "{why}");
     }
 
     /// GUARANTEES 42: version 1 knows nothing of the limits of version 2, whatever the leader's settings are; from
@@ -948,22 +1014,26 @@ mod tests {
         let mut machine = machine();
         let limits_of = |machine: &Machine| {
             let store = machine.store().expect("it has begun").limits().clone();
-            assert_eq!(store, machine.policy().expect("likewise").limits, "both know the same");
+            assert_eq!(
+                store,
+                machine.policy().expect("a store has a policy").limits,
+                "both know the same"
+            );
             store
         };
         assert_eq!(limits_of(&machine).v2(), LimitsV2::default(), "as the older program has it");
         assert!(!machine.lacks_limits(), "version 1 has no more");
         let wanted = Policy { limits: Limits::default(), ..machine.policy().cloned().unwrap() };
-        order(&mut machine, 2, &Order::Policy(Box::new(wanted.clone())));
+        order(&mut machine, 2, &LeaderCommand::Policy(Box::new(wanted.clone())));
         assert_eq!(limits_of(&machine).v2(), LimitsV2::default());
         assert_eq!(machine.snapshot()[0], FIRST_FORM);
 
         start(&mut machine, 3, 1, 1, 2);
         start(&mut machine, 4, 2, 1, 2);
-        order(&mut machine, 5, &Order::Version { version: 2 });
+        order(&mut machine, 5, &LeaderCommand::Version { version: 2 });
         assert!(machine.lacks_limits() && again(&machine).lacks_limits());
         assert_eq!(limits_of(&machine).v2(), LimitsV2::default(), "they come with the policy");
-        order(&mut machine, 6, &Order::Policy(Box::new(wanted.clone())));
+        order(&mut machine, 6, &LeaderCommand::Policy(Box::new(wanted.clone())));
         assert_eq!(limits_of(&machine), wanted.limits);
         let restored = again(&machine);
         assert_eq!(limits_of(&restored), wanted.limits);
@@ -994,20 +1064,36 @@ mod tests {
         };
         let (auto_release, orphan_ttl) = (AutoRelease::Any, Span(300));
         let policy = || Box::new(Policy { limits: limits.clone(), auto_release, orphan_ttl });
-        order(&mut machine, 2, &Order::Policy(policy()));
+        order(&mut machine, 2, &LeaderCommand::Policy(policy()));
         start(&mut machine, 3, 1, 1, 2);
         start(&mut machine, 4, 2, 1, 2);
         let mut states = vec![("v1", machine.snapshot())];
-        order(&mut machine, 5, &Order::Version { version: 2 });
+        order(&mut machine, 5, &LeaderCommand::Version { version: 2 });
         states.push(("v2-before-its-limits", machine.snapshot()));
-        order(&mut machine, 6, &Order::Policy(policy()));
+        order(&mut machine, 6, &LeaderCommand::Policy(policy()));
         states.push(("v2", machine.snapshot()));
         start(&mut machine, 7, 1, 2, 3);
         start(&mut machine, 8, 2, 2, 3);
-        order(&mut machine, 9, &Order::Version { version: 3 });
+        order(&mut machine, 9, &LeaderCommand::Version { version: 3 });
         states.push(("v3-before-its-name", machine.snapshot()));
-        order(&mut machine, 10, &Order::ClusterId { id: [0xcd; 16] });
+        order(&mut machine, 10, &LeaderCommand::ClusterId { id: [0xcd; 16] });
         states.push(("v3", machine.snapshot()));
+        start(&mut machine, 11, 1, 3, 4);
+        start(&mut machine, 12, 2, 3, 4);
+        order(&mut machine, 13, &LeaderCommand::Version { version: 4 });
+        states.push(("v4-without-clients", machine.snapshot()));
+        for (stamp, body) in (14..).zip(identified()) {
+            let seq = stamp - 12;
+            apply(&mut machine, stamp, |payload| {
+                put_one(payload, Incarnation::new(1, 3), seq, 1, body.clone());
+            });
+        }
+        states.push(("v4", machine.snapshot()));
+        apply(&mut machine, 17, |payload| {
+            let close = ProposalBody::Close { orderly: true, referenced: true };
+            put_one(payload, Incarnation::new(1, 3), 5, 1, close);
+        });
+        states.push(("v4-orphans", machine.snapshot()));
         let mut other = String::new();
         for (name, state) in states {
             let digits: String = state.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -1033,7 +1119,7 @@ mod tests {
         start(&mut new, 4, 2, 1, 2);
         assert_eq!(new.first_version(), Some(2), "that one was started twice is no upgrade");
         assert_eq!(again(&new).first_version(), None, "who has only a snapshot can not know");
-        order(&mut new, 5, &Order::Version { version: 2 });
+        order(&mut new, 5, &LeaderCommand::Version { version: 2 });
         assert_eq!(new.first_version(), None, "it has one now");
 
         let mut upgraded = machine();
@@ -1053,13 +1139,13 @@ mod tests {
     /// GUARANTEES 41: two clusters that began with the same members have different names.
     #[test]
     fn a_cluster_takes_a_name_of_its_own_once() {
-        let name = |id| Order::ClusterId { id: [id; 16] };
+        let name = |id| LeaderCommand::ClusterId { id: [id; 16] };
         let mut machine = machine();
         start(&mut machine, 2, 1, 1, 3);
         start(&mut machine, 3, 2, 1, 3);
         assert!(!machine.lacks_name(), "version 1 has no names");
         assert_eq!(order(&mut machine, 4, &name(9)), []);
-        order(&mut machine, 5, &Order::Version { version: 3 });
+        order(&mut machine, 5, &LeaderCommand::Version { version: 3 });
         assert!(machine.lacks_name() && again(&machine).lacks_name());
 
         // A member that nobody could know by its data directory would be locked out.
@@ -1084,9 +1170,9 @@ mod tests {
     #[test]
     fn an_address_changes() {
         let mut machine = machine();
-        let change = Order::Address { raft_id: 2, peer_addr: "c:9".into() };
+        let change = LeaderCommand::Address { raft_id: 2, peer_addr: "c:9".into() };
         assert!(order(&mut machine, 2, &change).contains(&Event::Members));
-        order(&mut machine, 3, &Order::Address { raft_id: 9, peer_addr: "d:9".into() });
+        order(&mut machine, 3, &LeaderCommand::Address { raft_id: 9, peer_addr: "d:9".into() });
         let machine = again(&machine);
         assert_eq!(machine.members()[&2].peer_addr, "c:9");
         assert_eq!(machine.members()[&1].peer_addr, "a:7000");
@@ -1113,24 +1199,20 @@ mod tests {
         let mut machine = machine();
         let policy = machine.policy().cloned().expect("it has begun");
         let policy = Box::new(Policy { auto_release: AutoRelease::Lease, ..policy });
-        order(&mut machine, 2, &Order::Policy(policy));
+        order(&mut machine, 2, &LeaderCommand::Policy(policy));
         start(&mut machine, 3, 1, 1, 1);
-        let run = Run::new(1, 1);
+        let run = Incarnation::new(1, 1);
         let mut seq = 1;
-        let mut send = |session, action| {
+        let mut send = |session, body| {
             seq += 1;
-            let item = Item { session, epoch: 0, request: RequestId(seq), keep: false, action };
+            let item = Proposal { session, epoch: 0, request: RequestId(seq), keep: false, body };
             apply(&mut machine, 3 + seq, |payload| {
                 let mut bytes = Vec::new();
                 codec::put_item(&mut bytes, &item);
                 codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() }.put(payload);
             })
         };
-        let acquire = |key, seconds| {
-            let (wait, lease) = (Span::from_secs(seconds), Some(Span::from_secs(600)));
-            let mode = dflockd_core::Mode::Mutex;
-            Action::Command(Command::Acquire(command::Acquire { key, mode, wait, lease, salt: 7 }))
-        };
+        let acquire = |key, seconds| acquire(key, Span::from_secs(seconds));
         let granted = |events: &[Event], to| {
             let is_grant = |event: &Event| {
                 matches!(event, Event::Effect(Effect::Reply { session, outcome: Outcome::Granted(_), .. })
@@ -1139,15 +1221,15 @@ mod tests {
             events.iter().any(is_grant)
         };
         let [ended, other, line] = [1, 2, 3].map(|number| run.session(number));
-        send(ended, Action::Keep { secret: [3; 16] });
+        send(ended, ProposalBody::Keep { secret: [3; 16] });
         assert!(granted(&send(ended, acquire(b"mine", 0)), ended));
         assert!(granted(&send(other, acquire(b"theirs", 0)), other));
         assert!(!granted(&send(ended, acquire(b"theirs", 600)), ended), "it waits");
         assert!(!granted(&send(other, acquire(b"mine", 600)), other), "it waits");
-        let events = send(other, Action::Kick { session: ended });
+        let events = send(other, ProposalBody::Kick { session: ended });
         assert!(granted(&events, other), "the lock is free: {events:?}");
         assert!(events.contains(&Event::Kicked { session: ended }));
-        let events = send(other, Action::End { session: ended });
+        let events = send(other, ProposalBody::End { session: ended });
         let refused = Outcome::Refused(Refusal::NotHeld);
         let is_refused = |event: &Event| {
             let Event::Effect(Effect::Reply { outcome, .. }) = event else { return false };
@@ -1156,7 +1238,7 @@ mod tests {
         assert!(events.iter().any(is_refused), "it has ended already: {events:?}");
         // The end of a connection is another thing.
         assert!(granted(&send(line, acquire(b"line", 0)), line));
-        send(line, Action::Close { orderly: true, referenced: false });
+        send(line, ProposalBody::Close { orderly: true, referenced: false });
         assert!(!granted(&send(other, acquire(b"line", 0)), other), "it stays");
         let store = machine.store().expect("it has begun");
         assert!(store.session_ids(ended..=ended).is_empty(), "its waits have ended");
@@ -1166,20 +1248,145 @@ mod tests {
         }
     }
 
-    /// Exactly once stands on this: a leader takes the next number of a run, and nothing of one that is over.
+    /// A cluster of two members of this version, whose incarnations have begun, with so long an orphan TTL.
+    fn two_runs(version: u32, orphan_ttl: Span) -> (Machine, [Incarnation; 2]) {
+        let mut machine = machine();
+        start(&mut machine, 2, 1, 1, version);
+        start(&mut machine, 3, 2, 1, version);
+        order(&mut machine, 4, &LeaderCommand::Version { version });
+        let policy = machine.policy().cloned().expect("it has begun");
+        let limits = Limits::default();
+        order(
+            &mut machine,
+            5,
+            &LeaderCommand::Policy(Box::new(Policy { limits, orphan_ttl, ..policy })),
+        );
+        (machine, [1, 2].map(|raft_id| Incarnation::new(raft_id, 1)))
+    }
+
+    /// The token that a session was given, if it was.
+    fn token_of(events: &[Event], to: SessionId) -> Option<dflockd_core::Token> {
+        events.iter().find_map(|event| {
+            let Event::Effect(Effect::Reply { session, outcome, .. }) = event else { return None };
+            let Outcome::Granted(grant) = outcome else { return None };
+            (*session == to).then_some(grant.token)
+        })
+    }
+
+    const ME: ProposalBody<'static> = ProposalBody::Identify { name: b"worker", reference: b"me" };
+
+    /// GUARANTEES 17, 36: what a client has left behind with its node comes back through another node, on a member that
+    /// has only a snapshot, too.
+    #[test]
+    fn a_client_comes_back_through_another_node() {
+        let (mut machine, [lost, other]) = two_runs(4, Span::from_secs(30));
+        let mut seqs = [1, 1];
+        let mut stamp = 10;
+        let mut send = |machine: &mut Machine, run: Incarnation, n, body: ProposalBody<'_>| {
+            let seq = &mut seqs[usize::try_from(run.raft_id()).expect("small") - 1];
+            *seq += 1;
+            stamp += 1;
+            apply(machine, stamp, |payload| put_one(payload, run, *seq, n, body.clone()))
+        };
+        let wait = Span::from_secs(60);
+        send(&mut machine, lost, 1, ME);
+        let held = send(&mut machine, lost, 1, acquire(b"held", Span::ZERO));
+        let token = token_of(&held, lost.session(1)).expect("it is free");
+        let first = send(&mut machine, other, 1, acquire(b"wanted", Span::ZERO));
+        let first = token_of(&first, other.session(1)).expect("it is free");
+        send(&mut machine, lost, 1, acquire(b"wanted", wait));
+        send(&mut machine, other, 2, acquire(b"wanted", wait));
+        // While its node lives, the session does: another one of the same client waits like anybody else.
+        send(&mut machine, other, 3, ME);
+        let early = send(&mut machine, other, 3, acquire(b"held", Span::ZERO));
+        assert_eq!(token_of(&early, other.session(3)), None);
+
+        order(&mut machine, 100, &LeaderCommand::NodeLost { run: lost });
+        let mut machine = again(&machine);
+        stamp = 100;
+        let mut send = |machine: &mut Machine, n, body: ProposalBody<'_>| {
+            seqs[1] += 1;
+            stamp += 1;
+            apply(machine, stamp, |payload| put_one(payload, other, seqs[1], n, body.clone()))
+        };
+        let back = send(&mut machine, 3, acquire(b"held", Span::ZERO));
+        assert_eq!(token_of(&back, other.session(3)), Some(token));
+        send(&mut machine, 3, acquire(b"wanted", wait));
+        let (key, space) = (b"wanted", dflockd_core::Space::Locks);
+        let release = command::Release { key, space, token: first, resign: false };
+        let freed = send(&mut machine, 1, ProposalBody::Command(release.into()));
+        assert!(token_of(&freed, other.session(3)).is_some(), "its place was the first: {freed:?}");
+        assert_eq!(token_of(&freed, other.session(2)), None);
+        assert!(again(&machine).snapshot() == machine.snapshot());
+    }
+
+    /// GUARANTEES 42: before version 4, and without an orphan TTL, nobody is waited for.
+    #[test]
+    fn a_reference_means_nothing_before_its_version() {
+        for (version, ttl) in [(3, Span::from_secs(30)), (4, Span::ZERO)] {
+            let (mut machine, [lost, other]) = two_runs(version, ttl);
+            let mut send = |stamp, run, seq, n, body: ProposalBody<'_>| {
+                apply(&mut machine, stamp, |payload| put_one(payload, run, seq, n, body.clone()))
+            };
+            send(10, lost, 2, 1, ME);
+            assert!(
+                token_of(&send(11, lost, 3, 1, acquire(b"k", Span::ZERO)), lost.session(1))
+                    .is_some()
+            );
+            send(12, lost, 4, 1, acquire(b"k", Span::from_secs(60)));
+            order(&mut machine, 13, &LeaderCommand::NodeLost { run: lost });
+            let store = machine.store().expect("it has begun");
+            assert_eq!(
+                store.view_locks(b"k", Default::default(), machine.now(), 9)[0].waiters_total,
+                0
+            );
+            let mut send = |stamp, seq, body: ProposalBody<'_>| {
+                apply(&mut machine, stamp, |payload| put_one(payload, other, seq, 1, body.clone()))
+            };
+            send(14, 2, ME);
+            let asked = send(15, 3, acquire(b"k", Span::ZERO));
+            assert_eq!(token_of(&asked, other.session(1)), None, "version {version}");
+        }
+    }
+
+    /// A kept session whose client was silent for too long ends, and what it has waits for the reference; any other end
+    /// of its connection only detaches it.
+    #[test]
+    fn a_kept_session_with_a_reference_is_given_up_for_it() {
+        let (mut machine, [run, _]) = two_runs(4, Span::from_secs(30));
+        let mut seq = 1;
+        let mut send = |n, body: ProposalBody<'_>| {
+            seq += 1;
+            apply(&mut machine, 10 + seq, |payload| put_one(payload, run, seq, n, body.clone()))
+        };
+        let mut tokens = Vec::new();
+        for (n, key) in [(1, b"a"), (2, b"b")] {
+            send(n, ME);
+            send(n, ProposalBody::Keep { secret: [u8::try_from(n).expect("small"); 16] });
+            tokens.push(token_of(&send(n, acquire(key, Span::ZERO)), run.session(n)));
+            send(n, ProposalBody::Close { orderly: false, referenced: n == 1 });
+        }
+        send(3, ME);
+        let [a, b] =
+            [b"a", b"b"].map(|key| token_of(&send(3, acquire(key, Span::ZERO)), run.session(3)));
+        assert_eq!((a, b), (tokens[0], None));
+        assert!(!machine.is_kept(run.session(1)) && machine.is_kept(run.session(2)));
+    }
+
+    /// Exactly once stands on this: a leader takes the next number of an incarnation, and nothing of one that is over.
     #[test]
     fn the_last_number_of_a_run_is_known_while_it_counts() {
         let mut machine = machine();
-        let run = |starts| Run::new(2, starts);
+        let run = |starts| Incarnation::new(2, starts);
         assert_eq!(machine.applied_seq(run(5)), Some(0), "nothing was heard of it");
         start(&mut machine, 2, 2, 5, 1);
         assert_eq!(machine.applied_seq(run(5)), Some(1), "its start");
         assert_eq!(machine.applied_seq(run(6)), Some(0), "the next one has not begun");
         assert_eq!(machine.applied_seq(run(4)), None, "it is over");
-        assert_eq!(machine.applied_seq(Run::new(1, 5)), Some(0), "of another member");
-        order(&mut machine, 3, &Order::NodeLost { run: run(4) });
+        assert_eq!(machine.applied_seq(Incarnation::new(1, 5)), Some(0), "of another member");
+        order(&mut machine, 3, &LeaderCommand::NodeLost { run: run(4) });
         assert_eq!(machine.applied_seq(run(5)), Some(1), "another run was lost");
-        order(&mut machine, 4, &Order::NodeLost { run: run(5) });
+        order(&mut machine, 4, &LeaderCommand::NodeLost { run: run(5) });
         assert_eq!(machine.applied_seq(run(5)), None, "it was given up");
         assert_eq!(machine.applied_seq(run(6)), Some(0), "the node may come back");
         assert_eq!((machine.run_of(2), machine.newest_run(2)), (None, Some(run(5))));
@@ -1191,7 +1398,7 @@ mod tests {
         for stamp in [2, 3] {
             start(&mut machine, stamp, stamp - 1, 1, 2);
         }
-        order(&mut machine, 4, &Order::Version { version: 2 });
+        order(&mut machine, 4, &LeaderCommand::Version { version: 2 });
         let whole = machine.snapshot();
         for end in 0..whole.len() {
             assert!(Machine::restore(&whole[..end], false).is_err(), "{end} bytes of it");
@@ -1210,32 +1417,229 @@ mod tests {
         assert!(Machine::restore(&oldest, false).is_err(), "something behind its end");
     }
 
-    /// What comes twice is skipped, and nothing is applied whose predecessor is missing or whose run is over.
+    /// What comes twice is skipped, and nothing is applied whose predecessor is missing or whose incarnation is over.
     #[test]
     fn each_number_is_taken_once_and_in_order() {
         let mut machine = machine();
         start(&mut machine, 2, 1, 1, 1);
         let mut stamp = 2;
-        let mut add = |machine: &mut Machine, run: Run, seq| {
+        let mut add = |machine: &mut Machine, run: Incarnation, seq| {
             let session = run.session(1);
             let command = command::Add { key: b"key", delta: 1, decrement: false };
-            let (request, action) = (RequestId(seq), Action::Command(command.into()));
+            let (request, body) = (RequestId(seq), ProposalBody::Command(command.into()));
             let mut bytes = Vec::new();
-            codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+            codec::put_item(
+                &mut bytes,
+                &Proposal { session, epoch: 0, request, keep: false, body },
+            );
             stamp += 1;
             let batch = codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() };
             apply(machine, stamp, |payload| batch.put(payload));
             let query = dflockd_core::Query::Counter { key: b"key" };
             machine.store().expect("it has begun").read(query, machine.now())
         };
-        let run = Run::new(1, 1);
+        let run = Incarnation::new(1, 1);
         assert_eq!(add(&mut machine, run, 2), Outcome::Number(1));
         assert_eq!(add(&mut machine, run, 2), Outcome::Number(1), "it comes twice");
         assert_eq!(add(&mut machine, run, 4), Outcome::Number(1), "one is missing");
-        assert_eq!(add(&mut machine, Run::new(1, 2), 3), Outcome::Number(1), "not begun");
+        assert_eq!(add(&mut machine, Incarnation::new(1, 2), 3), Outcome::Number(1), "not begun");
         assert_eq!(add(&mut machine, run, 3), Outcome::Number(2));
         assert_eq!(machine.applied_seq(run), Some(3));
-        order(&mut machine, 8, &Order::NodeLost { run });
+        order(&mut machine, 8, &LeaderCommand::NodeLost { run });
         assert_eq!(add(&mut machine, run, 4), Outcome::Number(2), "it was given up");
+    }
+
+    /// GUARANTEES 33: a witness votes and follows the members, and keeps nothing of clients.
+    #[test]
+    fn a_witness_keeps_no_store() {
+        let bytes = machine().snapshot();
+        let witness = Machine::restore(&bytes, true).expect("it was just written");
+        assert!(witness.store().is_none() && witness.policy().is_some());
+        assert_eq!(witness.members().len(), 2);
+        assert!(Machine::restore(&bytes, false).is_ok_and(|machine| machine.store().is_some()));
+    }
+
+    #[test]
+    fn time_is_shown_between_entries() {
+        let mut machine = machine();
+        assert_eq!((machine.now(), machine.shown()), (Timestamp(1), Timestamp(1)));
+        machine.show(Timestamp(50));
+        assert_eq!((machine.now(), machine.shown()), (Timestamp(1), Timestamp(50)));
+        order(&mut machine, 80, &LeaderCommand::Tick);
+        assert_eq!(machine.shown(), Timestamp(80), "never behind an entry");
+    }
+
+    #[test]
+    fn who_was_removed_does_not_come_back() {
+        let mut machine = machine();
+        assert!(!machine.is_retired("b") && !machine.was_removed(2));
+        machine.apply_change(MemberChange::Remove { raft_id: 2 }, &mut Vec::new());
+        for machine in [again(&machine), machine] {
+            assert!(machine.is_retired("b") && machine.was_removed(2));
+            assert!(!machine.is_retired("a") && !machine.was_removed(1) && !machine.was_removed(3));
+            assert_eq!(machine.next_raft_id(), 3, "a number is not used again");
+        }
+    }
+
+    /// A node that has just begun a cluster of its own takes clients when its version, its limits and its name stand.
+    #[test]
+    fn a_single_node_settles_once() {
+        let alone = || {
+            let member = machine().members()[&1].clone();
+            Machine::new([1; 16], [(1, member)].into())
+        };
+        let policy = machine().policy().cloned().expect("it has begun");
+        let whole = Box::new(Policy { limits: Limits::default(), ..policy.clone() });
+        let init = LeaderCommand::Init { policy: Box::new(policy), seed: 1, fence: 100 };
+        let raise = LeaderCommand::Version { version: 4 };
+        let mut new = alone();
+        order(&mut new, 1, &init);
+        assert!(!new.is_settling(), "nobody has said what it reads");
+        start(&mut new, 2, 1, 1, 4);
+        assert!(new.is_settling(), "it has no version yet");
+        assert!(!again(&new).is_settling(), "after a start it has been what it is for long");
+        order(&mut new, 3, &raise);
+        assert!(new.is_settling() && new.lacks_limits());
+        order(&mut new, 4, &LeaderCommand::Policy(whole));
+        assert!(new.is_settling() && !new.lacks_limits() && new.lacks_name());
+        order(&mut new, 5, &LeaderCommand::ClusterId { id: [9; 16] });
+        assert!(!new.is_settling());
+
+        let mut upgraded = alone();
+        order(&mut upgraded, 1, &init);
+        start(&mut upgraded, 2, 1, 1, 1);
+        start(&mut upgraded, 3, 1, 2, 4);
+        assert!(!upgraded.is_settling(), "it waits for its operator");
+        order(&mut upgraded, 4, &raise);
+        assert!(upgraded.lacks_limits() && !upgraded.is_settling(), "it has served before");
+
+        let mut two = machine();
+        start(&mut two, 2, 1, 1, 4);
+        start(&mut two, 3, 2, 1, 4);
+        assert!(two.first_version().is_some() && !two.is_settling(), "it is not alone");
+    }
+
+    /// What a run sends for a session that is not its own, or is not its own any more, does nothing.
+    #[test]
+    fn a_run_speaks_for_its_own_sessions() {
+        let (mut machine, [run, other]) = two_runs(4, Span::ZERO);
+        let mut seq = 1;
+        let mut send = |session, epoch, body| {
+            seq += 1;
+            let request = RequestId(seq);
+            let item = Proposal { session, epoch, request, keep: false, body };
+            let events = apply(&mut machine, 10 + seq, |payload| {
+                let mut bytes = Vec::new();
+                codec::put_item(&mut bytes, &item);
+                codec::Batch { run, first_seq: seq, count: 1, bytes: bytes.into() }.put(payload);
+            });
+            events.contains(&Event::Gone { session, epoch, request })
+        };
+        let [kept, by] = [1, 2].map(|n| run.session(n));
+        let add =
+            || ProposalBody::Command(command::Add { key: b"n", delta: 1, decrement: false }.into());
+        assert!(!send(kept, 0, add()));
+        assert!(send(other.session(1), 0, add()), "of another run");
+        assert!(send(kept, 1, add()), "it was never attached to");
+        assert!(!send(kept, 0, ProposalBody::Keep { secret: [3; 16] }));
+        assert!(!send(by, 0, ProposalBody::Attach { secret: [3; 16] }));
+        assert!(send(kept, 0, add()), "another connection has it now");
+        assert!(!send(kept, 1, add()));
+        let query = dflockd_core::Query::Counter { key: b"n" };
+        let read = machine.store().expect("it has begun").read(query, machine.now());
+        assert_eq!(read, Outcome::Number(2));
+    }
+
+    /// A session that was ended is remembered until its connection is closed or its run is over, and no longer.
+    #[test]
+    fn ended_sessions_are_remembered_while_they_could_come_back() {
+        let (mut machine, runs) = two_runs(4, Span::ZERO);
+        let mut seqs = [1, 1];
+        let mut stamp = 10;
+        let mut send = |machine: &mut Machine, at: usize, n, body: ProposalBody<'_>| {
+            seqs[at] += 1;
+            stamp += 1;
+            apply(machine, stamp, |payload| put_one(payload, runs[at], seqs[at], n, body.clone()));
+            machine.registry.dead.iter().copied().collect::<Vec<_>>()
+        };
+        let close = || ProposalBody::Close { orderly: false, referenced: false };
+        let keep = |n| ProposalBody::Keep { secret: [n; 16] };
+        let end = |session| ProposalBody::End { session };
+        let [a, b] = runs.map(|run| run.session(1));
+        send(&mut machine, 0, 1, keep(1));
+        assert_eq!(send(&mut machine, 0, 9, end(a)), [a], "its connection is still there");
+        assert_eq!(send(&mut machine, 0, 1, close()), []);
+        // Of a kept session whose first connection has left nothing more can come.
+        let left = runs[0].session(2);
+        send(&mut machine, 0, 2, keep(2));
+        send(&mut machine, 0, 2, close());
+        assert_eq!(send(&mut machine, 0, 9, end(left)), []);
+
+        let late = runs[0].session(3);
+        send(&mut machine, 0, 3, keep(3));
+        assert_eq!(send(&mut machine, 0, 9, end(late)), [late]);
+        send(&mut machine, 1, 1, keep(4));
+        assert_eq!(send(&mut machine, 1, 9, end(b)), [late, b]);
+        order(&mut machine, 100, &LeaderCommand::NodeLost { run: runs[0] });
+        assert_eq!(machine.registry.dead, BTreeSet::from([b]), "the other run goes on");
+    }
+
+    /// The end of a run detaches the kept sessions that were attached there, and no others.
+    #[test]
+    fn the_end_of_a_run_detaches_its_own_sessions() {
+        let (mut machine, runs) = two_runs(4, Span::ZERO);
+        for (stamp, run) in (10..).zip(runs) {
+            let secret = [u8::try_from(stamp).expect("small"); 16];
+            let keep = ProposalBody::Keep { secret };
+            apply(&mut machine, stamp, |payload| put_one(payload, run, 2, 1, keep.clone()));
+        }
+        order(&mut machine, 12, &LeaderCommand::NodeLost { run: runs[0] });
+        let [lost, other] = runs.map(|run| run.session(1));
+        assert_eq!((machine.home(lost), machine.home(other)), (None, Some(runs[1])));
+        let epochs = (machine.detached_epoch(lost), machine.detached_epoch(other));
+        assert_eq!(epochs, (Some(0), None));
+    }
+
+    /// GUARANTEES 48: kept sessions have a bound; one that is kept already may say so again.
+    #[test]
+    fn kept_sessions_have_a_bound() {
+        let (mut machine, [run, _]) = two_runs(4, Span::ZERO);
+        let keep = |machine: &mut Machine, seq, n, secret| {
+            let body = ProposalBody::Keep { secret: [secret; 16] };
+            let events =
+                apply(machine, 10 + seq, |payload| put_one(payload, run, seq, n, body.clone()));
+            events.into_iter().find_map(|event| {
+                let Event::Effect(Effect::Reply { outcome, .. }) = event else { return None };
+                Some(outcome)
+            })
+        };
+        assert_eq!(keep(&mut machine, 2, 1, 1), Some(Outcome::Done));
+        let mut policy = machine.policy().cloned().expect("it has begun");
+        policy.limits.sessions_max = 2;
+        order(&mut machine, 12, &LeaderCommand::Policy(Box::new(policy)));
+        assert_eq!(keep(&mut machine, 3, 2, 2), Some(Outcome::Done));
+        let refused = Some(Outcome::Refused(Refusal::MaxSessions));
+        assert_eq!(keep(&mut machine, 4, 3, 3), refused);
+        assert_eq!(keep(&mut machine, 5, 2, 2), Some(Outcome::Done), "it is one of them");
+    }
+
+    /// What the end of a connection would release waits for the reference of its client, if there is a time for that.
+    #[test]
+    fn a_referenced_hold_outlives_its_connection() {
+        for (ttl, stays) in [(Span(50), true), (Span::ZERO, false)] {
+            let (mut machine, [run, _]) = two_runs(1, ttl);
+            let mut seq = 1;
+            let mut send = |stamp, n, body: ProposalBody<'_>| {
+                seq += 1;
+                apply(&mut machine, stamp, |payload| put_one(payload, run, seq, n, body.clone()))
+            };
+            let held = send(10, 1, acquire(b"k", Span::ZERO));
+            assert!(token_of(&held, run.session(1)).is_some());
+            send(11, 1, ProposalBody::Close { orderly: true, referenced: true });
+            let asked = send(60, 2, acquire(b"k", Span::ZERO));
+            assert_eq!(token_of(&asked, run.session(2)).is_none(), stays, "{ttl:?}");
+            let asked = send(61, 3, acquire(b"k", Span::ZERO));
+            assert_eq!(token_of(&asked, run.session(3)).is_some(), stays, "{ttl:?}");
+        }
     }
 }

@@ -12,13 +12,15 @@ use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{RequestId, SessionId, Span, Timestamp};
 
 use super::OwnedQuery;
-use super::types::{RaftId, Run};
+use super::types::{Incarnation, RaftId};
 
 /// A read whose index did not come is asked for again after this. The answer takes four ways between members, which may
 /// be far apart.
 const RETRY: Span = Span::from_millis(500);
 /// How many questions may be open at a time.
 const QUESTIONS_MAX: usize = 4;
+/// How many reads may wait at a time, whatever for. While nobody leads each of them stays for seconds.
+const READS_MAX: usize = 256 << 10;
 
 /// The reads of this node's clients.
 #[derive(Default)]
@@ -33,6 +35,10 @@ pub(super) struct Reads {
     confirmed: BTreeMap<u64, Vec<Read>>,
     /// Counts questions. It may begin again at 0: few are open at a time.
     last: u32,
+    /// How many reads there are in all.
+    count: usize,
+    /// No read is given up before this time, so until then a look need not walk them. Too early at worst.
+    none_due_before: Timestamp,
 }
 
 pub(super) struct Read {
@@ -48,13 +54,32 @@ pub(super) enum ReadWhat {
 }
 
 impl Reads {
+    /// Whether no more reads can be taken.
+    pub(super) fn is_full(&self) -> bool {
+        self.count >= READS_MAX
+    }
+
     pub(super) fn add(&mut self, read: Read) {
+        self.note(&read);
         self.waiting.push(read);
     }
 
+    fn note(&mut self, read: &Read) {
+        if self.count == 0 {
+            self.none_due_before = read.give_up_at;
+        }
+        self.count += 1;
+        self.none_due_before = self.none_due_before.min(read.give_up_at);
+    }
+
     /// The number of the question to ask the leader of a term now, if there is one. `run` tells the questions of all
-    /// members and of all lives of this one apart.
-    pub(super) fn ask(&mut self, of: (RaftId, u64), run: Run, now: Timestamp) -> Option<u64> {
+    /// members, and of all incarnations of this one, apart.
+    pub(super) fn ask(
+        &mut self,
+        of: (RaftId, u64),
+        run: Incarnation,
+        now: Timestamp,
+    ) -> Option<u64> {
         if self.asked_of != Some(of) {
             // The leader that was asked before will not answer any more.
             self.asked_of = Some(of);
@@ -82,6 +107,7 @@ impl Reads {
 
     /// A read that needs no question, because it is known what it must see.
     pub(super) fn add_confirmed(&mut self, read: Read, index: u64) {
+        self.note(&read);
         self.confirmed.entry(index).or_default().push(read);
     }
 
@@ -99,10 +125,12 @@ impl Reads {
                 self.confirmed.entry(applied + 1).or_default().extend(later);
             }
         }
+        self.count -= answerable.len();
         answerable
     }
 
-    /// Makes questions without an answer due again. Gives the reads that have waited too long.
+    /// Makes questions without an answer due again. Gives the reads that have waited too long: for an answer, or for
+    /// entries that a member which lost its leader does not get.
     pub(super) fn expire(&mut self, now: Timestamp) -> Vec<Read> {
         let stale = self.asked.iter().filter(|(_, (asked, _))| now.since(*asked) >= RETRY);
         let stale: Vec<u64> = stale.map(|(&question, _)| question).collect();
@@ -111,8 +139,19 @@ impl Reads {
                 self.waiting.extend(reads);
             }
         }
-        let (over, alive) = self.waiting.drain(..).partition(|read| read.give_up_at <= now);
-        self.waiting = alive;
+        if now < self.none_due_before {
+            return Vec::new();
+        }
+        let is_over = |read: &mut Read| read.give_up_at <= now;
+        let mut over: Vec<Read> = self.waiting.extract_if(.., is_over).collect();
+        for reads in self.confirmed.values_mut() {
+            over.extend(reads.extract_if(.., is_over));
+        }
+        self.confirmed.retain(|_, reads| !reads.is_empty());
+        self.count -= over.len();
+        let asked = self.asked.values().flat_map(|(_, reads)| reads);
+        let alive = self.waiting.iter().chain(asked).chain(self.confirmed.values().flatten());
+        self.none_due_before = alive.map(|read| read.give_up_at).min().unwrap_or(now);
         over
     }
 }
@@ -141,7 +180,7 @@ mod tests {
     }
 
     fn ask(reads: &mut Reads, ms: u64) -> Option<u64> {
-        reads.ask(LEADER, Run::new(1, 1), at(ms))
+        reads.ask(LEADER, Incarnation::new(1, 1), at(ms))
     }
 
     #[test]
@@ -191,14 +230,14 @@ mod tests {
         let mut reads = Reads::default();
         reads.add(read(1, 0));
         let first = ask(&mut reads, 0).unwrap();
-        let second = reads.ask((3, 8), Run::new(1, 1), at(1)).unwrap();
+        let second = reads.ask((3, 8), Incarnation::new(1, 1), at(1)).unwrap();
         assert_ne!(first, second);
         reads.confirm(first, 1);
         assert_eq!(jobs(reads.take_answerable(9, 9)), NONE, "an answer to the old question");
         assert_eq!(jobs(reads.expire(at(500))), NONE);
-        assert_eq!(reads.ask((3, 8), Run::new(1, 1), at(500)), None, "499 ms are not long");
+        assert_eq!(reads.ask((3, 8), Incarnation::new(1, 1), at(500)), None, "499 ms are not long");
         assert_eq!(jobs(reads.expire(at(501))), NONE);
-        assert!(reads.ask((3, 8), Run::new(1, 1), at(501)).is_some());
+        assert!(reads.ask((3, 8), Incarnation::new(1, 1), at(501)).is_some());
     }
 
     #[test]
@@ -206,7 +245,11 @@ mod tests {
         let mut reads = Reads { last: u32::MAX, ..Reads::default() };
         reads.add(read(1, 0));
         let question = ask(&mut reads, 0).unwrap();
-        assert_eq!(question, u64::from(Run::new(1, 1).0) << 32, "only the count begins again");
+        assert_eq!(
+            question,
+            u64::from(Incarnation::new(1, 1).0) << 32,
+            "only the count begins again"
+        );
         reads.confirm(question, 1);
         assert_eq!(jobs(reads.take_answerable(1, 0)), [1]);
     }
@@ -218,5 +261,44 @@ mod tests {
         assert_eq!(jobs(reads.expire(at(4999))), NONE);
         assert_eq!(jobs(reads.expire(at(5000))), [1]);
         assert_eq!(jobs(reads.expire(at(9000))), NONE);
+        reads.add(Read { give_up_at: at(14_000), ..read(2, 0) });
+        reads.add(Read { give_up_at: at(13_000), ..read(3, 0) });
+        assert_eq!(jobs(reads.expire(at(12_999))), NONE);
+        assert_eq!(jobs(reads.expire(at(13_000))), [3]);
+        assert_eq!(jobs(reads.expire(at(14_000))), [2]);
+    }
+
+    /// A member that loses its leader after the index came, but before the entries did, does not keep clients waiting.
+    #[test]
+    fn a_read_whose_entries_do_not_come_is_given_up() {
+        let mut reads = Reads::default();
+        for job in 1..3 {
+            reads.add(Read { give_up_at: at(5000 + job), ..read(job, 0) });
+        }
+        let question = ask(&mut reads, 0).unwrap();
+        reads.confirm(question, 6);
+        assert_eq!(jobs(reads.take_answerable(5, 9)), NONE);
+        assert_eq!(jobs(reads.expire(at(5001))), [1]);
+        assert_eq!(jobs(reads.take_answerable(6, 9)), [2], "the other was in time");
+        assert_eq!(reads.count, 0);
+        assert_eq!(jobs(reads.expire(at(9000))), NONE);
+    }
+
+    /// GUARANTEES 48: reads that wait have a bound, and room again when they are answered or given up.
+    #[test]
+    fn reads_that_wait_have_a_bound() {
+        let mut reads = Reads::default();
+        while !reads.is_full() {
+            reads.add(read(1, 0));
+            assert!(reads.count <= READS_MAX, "there is no bound");
+            if reads.count == READS_MAX / 2 {
+                let question = ask(&mut reads, 0).unwrap();
+                reads.confirm(question, 6);
+            }
+        }
+        assert_eq!(reads.take_answerable(6, 9).len(), READS_MAX / 2);
+        assert!(!reads.is_full());
+        assert_eq!(reads.expire(at(5000)).len(), READS_MAX / 2);
+        assert_eq!(reads.count, 0);
     }
 }

@@ -21,7 +21,7 @@ use super::accepting::Accepting;
 use super::admin::{AdminRequest, AdminResult, Admins};
 use super::candidacy::Candidacy;
 use super::codec::{self, Frame};
-use super::consensus::{Consensus, Tail, change_of};
+use super::consensus::{Consensus, MemoryLog, Place, change_of};
 use super::leading::Leading;
 use super::log::{LogBatch, Recovered};
 use super::machine::{Event, Machine};
@@ -29,7 +29,7 @@ use super::reads::Reads;
 use super::requests::Requests;
 use super::snapshots::Snapshots;
 use super::transfer::Transfers;
-use super::types::{Member, RaftId, Run};
+use super::types::{Incarnation, Member, RaftId};
 use super::writing::Writing;
 use super::{
     NodeEvent, Outgoing, Outputs, REMOVED, ReceivedSnapshot, ReplicaConfig, Status, TICK,
@@ -38,6 +38,10 @@ use super::{
 
 /// How often requests, reads, leadership, transfers and admin requests are looked after.
 const LOOK: Span = Span::from_millis(100);
+
+/// How many ticks lie between the followers of a leader whose process is gone: each gives the one before it time to be
+/// elected.
+const CAMPAIGN_GAP_TICKS: usize = 10;
 
 /// A member of a cluster.
 pub struct Replica {
@@ -67,6 +71,8 @@ pub struct Replica {
     snapshots: Snapshots,
     pub(super) transfers: Transfers,
     pub(super) admins: Admins,
+    /// Members that have spoken to this node and that its own state does not know yet, as they say: where to answer.
+    introduced: BTreeMap<RaftId, Member>,
 
     // What goes out with the next poll.
     pub(super) queue: Vec<NodeEvent>,
@@ -98,8 +104,8 @@ impl Replica {
         let applied = metadata.index;
         let stamps = recovered.entries.iter().filter_map(stamp_of).max();
         let time_seen = stamps.max(Some(machine.now())).unwrap_or_default();
-        let was_cut = recovered.cut || recovered.notes.contains_key(note::WARY);
-        let tail = Tail::new(recovered.hard_state, metadata, data, recovered.entries)?;
+        let was_cut = recovered.cut || recovered.notes.contains_key(note::NON_VOTING);
+        let tail = MemoryLog::new(recovered.hard_state, metadata, data, recovered.entries)?;
         let consensus =
             Consensus::new(&config.raft, tail).map_err(|error| format!("raft: {error}"))?;
         let alone = is_alone(&consensus, config.raft.id);
@@ -122,19 +128,21 @@ impl Replica {
             snapshots: Snapshots::new(config.snapshot_entries, config.snapshot_bytes),
             transfers: Transfers::default(),
             admins: Admins::default(),
+            introduced: BTreeMap::new(),
             queue: Vec::new(),
             fatal: None,
             events: Vec::new(),
             config,
         };
         if recovered.cut && replica.candidacy.is_behind() {
-            replica.writing.note(note::WARY, vec![1]);
+            replica.writing.note(note::NON_VOTING, vec![1]);
         }
+        replica.take_place();
         if alone {
             // Nobody to wait for.
-            replica.consensus.hurry(0);
+            replica.consensus.campaign_in(0);
         }
-        replica.begin_run();
+        replica.begin_incarnation();
         Ok(replica)
     }
 
@@ -152,7 +160,8 @@ impl Replica {
             // Others may have elected somebody meanwhile: nothing may be stamped on the strength of the old leadership,
             // and time that was not lived through is no reason to suspect anybody.
             if self.consensus.is_leader() && !is_alone(&self.consensus, self.id()) {
-                tracing::warn!(ms = stood_still.0 / 1_000_000, "stood still; leadership given up");
+                let stalled_ms = stood_still.0 / 1_000_000;
+                tracing::warn!(stalled_ms, "process stalled; stepping down");
                 self.consensus.step_down();
             }
             self.next_tick = now + TICK;
@@ -173,7 +182,7 @@ impl Replica {
         let frame = match Frame::decode(bytes) {
             Ok(frame) => frame,
             Err(error) => {
-                tracing::warn!(from, %error, "a frame that makes no sense");
+                tracing::warn!(from, %error, "malformed frame from a peer, dropped");
                 return;
             }
         };
@@ -215,10 +224,8 @@ impl Replica {
                 }
             }
             Frame::Members { members } => {
-                if self.machine.members().is_empty()
-                    && let Ok(members) = codec::unpack::<BTreeMap<RaftId, Member>>(&members)
-                {
-                    self.queue.push(NodeEvent::Peers(members));
+                if let Ok(members) = codec::unpack::<BTreeMap<RaftId, Member>>(&members) {
+                    self.handle_introduction(from, members);
                 }
             }
             Frame::AdminReply { id, reply } => {
@@ -235,6 +242,31 @@ impl Replica {
         }
     }
 
+    /// A member says who the members are. This node believes its own state first; of a member that it does not know it
+    /// learns where to answer, and of all if it has no state.
+    fn handle_introduction(&mut self, from: RaftId, mut members: BTreeMap<RaftId, Member>) {
+        let known = self.machine.members();
+        if !known.is_empty() {
+            let may = !bug(Bug::NotIntroduced);
+            members.retain(|&id, _| may && id == from && !known.contains_key(&id));
+        }
+        self.introduced.retain(|id, _| !known.contains_key(id));
+        let is_news = |(id, member): (&RaftId, &Member)| self.introduced.get(id) != Some(member);
+        if members.iter().any(is_news) {
+            self.introduced.append(&mut members);
+            self.queue.push(NodeEvent::Peers);
+        }
+    }
+
+    /// Whom there is to talk to: all members, and those that have been introduced.
+    #[must_use]
+    pub fn peers(&self) -> BTreeMap<RaftId, Member> {
+        let mut peers = self.introduced.clone();
+        peers.retain(|&id, _| self.machine.members().is_empty() || !self.machine.was_removed(id));
+        peers.extend(self.machine.members().iter().map(|(&id, member)| (id, member.clone())));
+        peers
+    }
+
     /// Log writes up to this number are done, durable where that was asked.
     pub fn handle_written(&mut self, number: u64) {
         if let Some(ready) = self.writing.written(number) {
@@ -246,8 +278,13 @@ impl Replica {
 
     /// The disk has only its reserve left, or has room again.
     pub fn handle_room(&mut self, low: bool) {
-        if self.writing.set_room_low(low) {
-            tracing::warn!(low, "room for the log");
+        if !self.writing.set_room_low(low) {
+            return;
+        }
+        if low {
+            tracing::warn!("disk space is low; requests that make the state grow are refused");
+        } else {
+            tracing::warn!("there is disk space again; all requests are accepted");
         }
     }
 
@@ -260,17 +297,28 @@ impl Replica {
         if !refused || !self.candidacy.lose(peer, self.consensus.leader()) {
             return;
         }
-        let voters = self.consensus.conf_state().voters;
-        let mut others: Vec<RaftId> = voters.into_iter().filter(|&id| id != peer).collect();
-        others.sort_unstable();
         // The followers must not fire together. A witness goes last.
-        if let Some(rank) = others.iter().position(|&id| id == self.id())
-            && !self.config.witness
+        if let Some(Place { rank, .. }) = self.place_without(Some(peer))
             && !self.candidacy.is_behind()
             && self.may_lead()
         {
-            self.consensus.hurry(rank * 10);
+            self.consensus.campaign_in(rank * CAMPAIGN_GAP_TICKS);
         }
+    }
+
+    /// The place of this node among the full voters without one of them; none if it is no full voter.
+    fn place_without(&self, gone: Option<RaftId>) -> Option<Place> {
+        let (mut rank, mut of) = (None, 0);
+        for (&id, member) in self.machine.members() {
+            if member.witness || Some(id) == gone || !self.consensus.is_voter(id) {
+                continue;
+            }
+            if id == self.id() {
+                rank = Some(of);
+            }
+            of += 1;
+        }
+        rank.map(|rank| Place { rank, of })
     }
 
     /// Asks for a change of the cluster, which the leader decides. Answered by [`NodeEvent::Admin`].
@@ -319,7 +367,9 @@ impl Replica {
     /// When to call [`Replica::handle_time`] at the latest.
     #[must_use]
     pub fn next_deadline(&self) -> Timestamp {
-        let due = self.leading.wakes_at(self.machine.next_deadline(), self.applied);
+        // A leader that can not propose a tick now is not woken for one: it would find nothing to do, again and again.
+        let deadline = self.machine.next_deadline().filter(|_| self.may_propose());
+        let due = self.leading.wakes_at(deadline, self.applied);
         due.map_or(self.next_tick, |due| due.min(self.next_tick))
     }
 
@@ -331,15 +381,15 @@ impl Replica {
         &self.machine
     }
 
-    /// This member.
+    /// The number of this member.
     #[must_use]
     pub fn id(&self) -> RaftId {
         self.config.raft.id
     }
 
-    /// The run that this node is in.
+    /// The incarnation that this node is in.
     #[must_use]
-    pub fn run(&self) -> Run {
+    pub fn run(&self) -> Incarnation {
         self.accepting.run()
     }
 
@@ -395,22 +445,42 @@ impl Replica {
         (tail.first()..=tail.last()).filter_map(|index| Some((index, tail.term_at(index)?)))
     }
 
+    /// The last entry of the log, for those who check that logs agree.
+    pub fn last_index(&self) -> u64 {
+        self.consensus.last_index()
+    }
+
+    /// Entries in memory from `low` up to and with `high`, for those who check that logs agree.
+    pub fn log_entries(&self, low: u64, high: u64) -> impl Iterator<Item = &Entry> {
+        let tail = self.consensus.tail();
+        let end = (high.min(tail.last()) + 1).max(tail.first());
+        tail.slice(low.clamp(tail.first(), end), end)
+    }
+
     // ---- Time ----
 
     fn tick(&mut self) {
+        self.take_place();
         if self.candidacy.is_behind() || self.writing.is_installing() {
-            self.consensus.calm();
+            self.consensus.reset_election_timer();
         }
         if self.candidacy.is_drained()
             && self.candidacy.tick_drained(self.consensus.misses_leader())
         {
-            self.consensus.hold_back();
+            self.consensus.suppress_campaign();
         }
         self.consensus.tick();
         if self.candidacy.tick_behind() {
-            tracing::warn!("no leader to be level with; this node votes with what it has");
-            self.writing.note(note::WARY, Vec::new());
+            tracing::warn!("no leader to catch up with; this node votes with the log it has");
+            self.writing.note(note::NON_VOTING, Vec::new());
         }
+    }
+
+    /// Finds out when it is this node's turn to lead. Who leaves leading to others has no turn.
+    fn take_place(&mut self) {
+        let leader = self.consensus.leader();
+        let place = if self.candidacy.is_drained() { None } else { self.place_without(leader) };
+        self.consensus.set_place(place);
     }
 
     /// Looks after what may take too long.
@@ -467,14 +537,12 @@ impl Replica {
         if message.msg_type == MessageType::MsgTimeoutNow && !self.may_lead() {
             return false;
         }
-        let is_vote = matches!(
-            message.msg_type,
-            MessageType::MsgRequestVote | MessageType::MsgRequestPreVote
-        );
-        if !is_vote {
-            return true;
-        }
-        !self.candidacy.is_behind() && self.consensus.is_voter(from)
+        let is_vote = is_vote_request(message);
+        // Whether the candidate is a voter in this node's state does not matter: that state may be older than the
+        // candidate's, and Raft counts votes by the configuration of the candidate. A majority in which one voter was
+        // away when the others were exchanged could never elect anybody else.
+        let is_known = !bug(Bug::VoterUnknown) || self.consensus.is_voter(from);
+        !is_vote || !self.candidacy.is_behind() && is_known
     }
 
     fn may_lead(&self) -> bool {
@@ -557,6 +625,12 @@ impl Replica {
         let time = self.cluster_time().unwrap_or_default();
         for mut message in messages {
             let to = message.to;
+            if is_vote_request(&message) {
+                // A voter that was away when this node became a member does not know where to answer.
+                let members = codec::pack(self.machine.members()).into();
+                let bytes = Frame::Members { members }.encode();
+                outputs.frames.push(Outgoing { to, bulk: false, bytes });
+            }
             if message.msg_type == MessageType::MsgSnapshot {
                 let data = message.mut_snapshot().take_data();
                 let header = codec::encode_message(&message);
@@ -596,8 +670,8 @@ impl Replica {
         }
         self.forget_applied();
         if self.candidacy.catch_up(self.applied) {
-            tracing::info!("level with the leader again; this node votes");
-            self.writing.note(note::WARY, Vec::new());
+            tracing::info!("caught up with the leader; this node votes again");
+            self.writing.note(note::NON_VOTING, Vec::new());
         }
         if self.snapshots.applied(entry.index, entry.data.len() as u64) {
             self.make_snapshot(outputs);
@@ -606,24 +680,22 @@ impl Replica {
 
     /// What the state brought about: what concerns the node itself is done, the rest is for its clients.
     fn handle_event(&mut self, event: Event) {
+        if let Event::Effect(Effect::Reply { session, request, outcome }) = event {
+            return self.settle(session, request, outcome);
+        }
         match &event {
-            Event::Effect(Effect::Reply { session, request, outcome }) => {
-                if !self.settle(*session, *request, outcome) {
-                    return;
-                }
-            }
             Event::Attached { by: session, request, .. } | Event::Gone { session, request, .. } => {
                 self.requests.answer((*session, *request));
             }
-            // A node that was removed ends with its run, and has something to tell its clients before.
-            Event::RunEnded(run)
+            // A node that was removed ends with its incarnation, and has something to tell its clients before.
+            Event::IncarnationEnded(run)
                 if *run == self.run()
                     && !bug(Bug::RunKept)
                     && !self.machine.was_removed(self.id()) =>
             {
-                self.lose_run();
+                self.lose_incarnation();
             }
-            Event::RunStarted(run) if run.raft_id() == self.id() && *run > self.run() => {
+            Event::IncarnationStarted(run) if run.raft_id() == self.id() && *run > self.run() => {
                 self.fatal = Some(
                     "the cluster knows a later start of this node: its data directory is an old copy; \
                      remove the node and let it join under a new id"
@@ -650,11 +722,18 @@ impl Replica {
                     ));
                 }
             }
-            Event::Effect(_) | Event::Kicked { .. } | Event::RunStarted(_) | Event::RunEnded(_) => {
-            }
+            Event::Effect(_)
+            | Event::Kicked { .. }
+            | Event::IncarnationStarted(_)
+            | Event::IncarnationEnded(_) => {}
         }
         self.queue.push(NodeEvent::Machine(event));
     }
+}
+
+/// Whether a candidate asks for a vote, or whether it would get one.
+fn is_vote_request(message: &Message) -> bool {
+    matches!(message.msg_type, MessageType::MsgRequestVote | MessageType::MsgRequestPreVote)
 }
 
 fn is_alone(consensus: &Consensus, id: RaftId) -> bool {

@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{RequestId, SessionId, Span, Timestamp};
 
 /// How long after its own time a request is given up, with an answer that says so.
@@ -33,7 +34,7 @@ struct Pending {
     /// When the node asks for the end of the wait.
     cancel_at: Option<Timestamp>,
     give_up_at: Timestamp,
-    /// Its client was told that nobody knows.
+    /// The client was told that nobody knows.
     given_up: bool,
     /// The client can repeat it and gets the same answer then.
     keep: bool,
@@ -58,8 +59,8 @@ pub(super) struct Due {
 /// What the answer of a request is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// For the client.
-    Deliver,
+    /// For the client. `undo`: this node has accepted the request, and the client can not ask for the answer again.
+    Deliver { undo: bool },
     /// For nobody: the client has been told that nobody knows. `keep`: it may still ask again.
     TooLate { keep: bool },
 }
@@ -86,7 +87,9 @@ impl Requests {
     pub(super) fn answer(&mut self, key: RequestKey) -> Answer {
         match self.forget(key) {
             Some(Pending { given_up: true, keep, .. }) => Answer::TooLate { keep },
-            Some(_) | None => Answer::Deliver,
+            // Of what another node has accepted this one takes nothing back.
+            None => Answer::Deliver { undo: bug(Bug::UndoElsewhere) },
+            Some(pending) => Answer::Deliver { undo: !pending.keep },
         }
     }
 
@@ -98,7 +101,7 @@ impl Requests {
         Some(pending)
     }
 
-    /// All sessions of the run have ended.
+    /// All sessions of the incarnation have ended.
     pub(super) fn clear(&mut self) {
         self.pending.clear();
         self.due.clear();
@@ -156,7 +159,8 @@ mod tests {
         assert_eq!(requests.take_due(at(6000)).give_up, [key(1, 1)]);
         assert_eq!(requests.take_due(at(60_000)), Due::default(), "given up once");
         assert_eq!(requests.answer(key(1, 1)), Answer::TooLate { keep: false });
-        assert_eq!(requests.answer(key(1, 1)), Answer::Deliver, "it is forgotten");
+        let unknown = Answer::Deliver { undo: false };
+        assert_eq!(requests.answer(key(1, 1)), unknown, "it is forgotten");
     }
 
     #[test]
@@ -169,7 +173,9 @@ mod tests {
         let due = requests.take_due(at(5000));
         assert_eq!(due, Due { cancel: vec![], give_up: vec![key(1, 1), key(2, 1)] });
         assert_eq!(requests.answer(key(1, 1)), Answer::TooLate { keep: true });
-        assert_eq!(requests.answer(key(3, 1)), Answer::Deliver);
+        assert_eq!(requests.answer(key(3, 1)), Answer::Deliver { undo: false }, "it is kept");
+        requests.insert(key(3, 2), 4, false, Span::ZERO, at(1));
+        assert_eq!(requests.answer(key(3, 2)), Answer::Deliver { undo: true });
     }
 
     #[test]

@@ -3,12 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use dflockd_core::{RequestId, command};
 use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
 
 use super::admin::{AdminRequest, AdminResult};
 use super::codec::Frame;
 use super::log::{Recovered, StoredSnapshot};
-use super::types::AutoRelease;
+use super::types::{AutoRelease, Member, Proposal, ProposalBody};
 use super::*;
 
 const ELECTION_TICKS: usize = 50;
@@ -84,7 +85,7 @@ impl Group {
             seed: 1,
             // Each draws its own.
             cluster: [u8::try_from(id).unwrap(); 16],
-            run: Run::new(id, 1),
+            run: Incarnation::new(id, 1),
             start: Start {
                 disk: id,
                 client_addr: format!("{}:2", name(id)),
@@ -105,13 +106,18 @@ impl Group {
             self.replica(id).handle_time(now);
             self.poll(id);
         }
-        while let Some((from, frame)) = self.frames.pop_front() {
-            let is_cut = self.away.contains(&from) || self.away.contains(&frame.to);
-            if !is_cut && self.replicas.contains_key(&frame.to) {
-                self.replica(frame.to).handle_frame(from, frame.bytes);
-                self.poll(frame.to);
-            }
+        while self.deliver() {}
+    }
+
+    /// Delivers one frame. False if there is none.
+    fn deliver(&mut self) -> bool {
+        let Some((from, frame)) = self.frames.pop_front() else { return false };
+        let is_cut = self.away.contains(&from) || self.away.contains(&frame.to);
+        if !is_cut && self.replicas.contains_key(&frame.to) {
+            self.replica(frame.to).handle_frame(from, frame.bytes);
+            self.poll(frame.to);
         }
+        true
     }
 
     fn poll(&mut self, id: RaftId) {
@@ -298,9 +304,41 @@ fn promise_50_a_new_leader_does_not_take_silence_for_absence() {
         let leader = group.leader().unwrap();
         let to = leader % 3 + 1;
         group.ask(leader, AdminRequest::Transfer { to: Some(name(to)) }).unwrap();
-        group.run_until("it leads", |group| group.replicas[&to].status().role == "leader");
+        group.run_until("it leads", |group| group.replicas[&to].status().is_leader());
         group.ask(to, remove((to + step - 1) % 3 + 1, false)).unwrap();
     }
+}
+
+/// A leader that can not propose yet is not woken for what is due: it would look again and again without an end.
+#[test]
+fn a_leader_that_is_not_open_sleeps() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let to = leader % 3 + 1;
+    let ttl = Some(Span::from_millis(100));
+    let item = Proposal {
+        session: group.replicas[&leader].run().session(1),
+        epoch: 0,
+        request: RequestId(1),
+        keep: false,
+        body: ProposalBody::Command(command::KvSet { ttl, key: b"key", value: b"value" }.into()),
+    };
+    assert!(group.replica(leader).submit(&item, Some(Span::ZERO)));
+    group.tick();
+    assert!(group.replicas[&to].machine().next_deadline().is_some());
+    group.replica(leader).admin(1, AdminRequest::Transfer { to: Some(name(to)) });
+    group.poll(leader);
+    while !group.replicas[&to].status().is_leader() {
+        assert!(group.deliver(), "it never leads");
+    }
+    assert!(!group.replicas[&to].is_open());
+    let (begin, replica) = (group.now, group.replica(to));
+    for _ in 0..40 {
+        replica.handle_time(replica.next_deadline());
+        replica.poll(&mut Outputs::default());
+    }
+    assert!(!replica.is_open());
+    assert!(replica.next_deadline().since(begin).0 >= 40 * TICK.0, "it looks between ticks");
 }
 
 /// GUARANTEES 41: the members of a new cluster agree on a name that one of them has drawn, and keep it.
@@ -372,4 +410,32 @@ fn promise_50_a_process_that_is_gone_is_not_reachable() {
     group.away.clear();
     group.pass_election_timeout();
     group.ask(leader, remove(here, false)).unwrap();
+}
+
+/// Of the followers of a leader that falls silent the first is elected before the next wants to lead; if it is away as
+/// well, the next one's turn comes soon after.
+#[test]
+fn a_silent_leader_is_replaced_by_turns() {
+    let mut group = Group::new(5);
+    for lost in 1..=2 {
+        let leader = group.leader().unwrap();
+        let others: Vec<RaftId> = group
+            .ids()
+            .into_iter()
+            .filter(|id| *id != leader && !group.away.contains(id))
+            .collect();
+        group.away.insert(leader);
+        let mut ticks = 0;
+        group.run_until("another leader", |group| {
+            ticks += 1;
+            group.leader().is_some()
+        });
+        // The places are those among all voters but the leader that was lost, those that are away included.
+        let place = group.ids().into_iter().filter(|id| *id != leader);
+        let rank = place.take_while(|id| *id != others[0]).count();
+        assert_eq!(group.leader(), Some(others[0]), "{lost}");
+        let slot = ELECTION_TICKS / 4;
+        let latest = ELECTION_TICKS + rank * slot + slot / 2 + 5;
+        assert!(ticks <= latest, "{lost}: {ticks} ticks, at most {latest}");
+    }
 }

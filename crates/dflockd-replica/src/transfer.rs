@@ -187,7 +187,7 @@ impl Transfers {
         }
         let data = Bytes::from(self.coming.remove(&from).expect("just filled").data);
         if digest_of(&data) != digest {
-            tracing::warn!(from, "a snapshot came damaged and is not used");
+            tracing::warn!(from, "received snapshot is damaged, dropped");
             return None;
         }
         Some(Complete { header, data, keep_only })

@@ -1,4 +1,5 @@
-//! What a cluster speaks of: members, runs of nodes, the policy all of them share, and what can stand in the log.
+//! What a cluster speaks of: members, incarnations of nodes, the policy all of them share, and what can stand in the
+//! log.
 
 use dflockd_core::{Command, Limits, LimitsV2, Outcome, RequestId, SessionId, Span};
 use serde::{Deserialize, Serialize};
@@ -12,78 +13,82 @@ pub type Bits128 = [u8; 16];
 /// Who a node is, kept with its data.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct NodeIdentity {
-    /// The name of its cluster, once it has one.
+    /// The name of the cluster that the node belongs to, once it has one.
     pub cluster: Option<Bits128>,
-    /// Its own name.
+    /// The name of the node.
     pub node: String,
-    /// Its number in the cluster, 0 while it has none.
+    /// The number of the node in the cluster, 0 while it has none.
     pub raft_id: RaftId,
-    /// Of its data directory: another directory is another node.
+    /// The random number of the data directory: another directory is another node.
     pub disk: u64,
 }
 
-/// One life of a node's process: the member's number and how often it was started. Its sessions are numbered behind it,
-/// so an id of a session is never given out twice.
+/// One start of a member's process and what follows from it: the member's number and how often it was started. Its
+/// sessions are numbered behind it, so an id of a session is never given out twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Run(pub u32);
+pub struct Incarnation(pub u32);
 
-impl Run {
+impl Incarnation {
     const START_BITS: u32 = 20;
     /// The highest member number that fits.
     pub const RAFT_ID_MAX: RaftId = (1 << (32 - Self::START_BITS)) - 1;
     /// The highest number of starts that fits.
     pub const START_MAX: u32 = (1 << Self::START_BITS) - 1;
 
-    /// The `start`-th life of a member.
+    /// The `start`-th incarnation of a member.
     ///
     /// # Panics
     ///
     /// If a number is too large.
     #[must_use]
     pub fn new(raft_id: RaftId, start: u32) -> Self {
-        assert!(raft_id <= Self::RAFT_ID_MAX && start <= Self::START_MAX, "out of run numbers");
+        assert!(
+            raft_id <= Self::RAFT_ID_MAX && start <= Self::START_MAX,
+            "out of numbers for incarnations"
+        );
         let raft_id = u32::try_from(raft_id).expect("just checked");
         Self(raft_id << Self::START_BITS | start)
     }
 
-    /// Whose.
+    /// The member's number.
     #[must_use]
     pub fn raft_id(self) -> RaftId {
         u64::from(self.0 >> Self::START_BITS)
     }
 
-    /// Its `n`-th session.
+    /// The `n`-th session of the incarnation.
     #[must_use]
     pub fn session(self, n: u32) -> SessionId {
         SessionId(u64::from(self.0) << 32 | u64::from(n))
     }
 
-    /// The run that gave out a session's id.
+    /// The incarnation that gave out a session's id.
     #[must_use]
     pub fn of(session: SessionId) -> Self {
         Self(u32::try_from(session.0 >> 32).expect("32 bits"))
     }
 }
 
-/// Something a client of some node wants, as it stands in the log. The node numbers what it sends, per run: `seq`.
+/// Something a client of some node wants, as it stands in the log. The node numbers what it sends, per incarnation:
+/// `seq`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Item<'a> {
-    /// For which session.
+pub struct Proposal<'a> {
+    /// The session that the proposal belongs to.
     pub session: SessionId,
     /// How often the session was attached when this was sent; what an older attachment sent does nothing.
     pub epoch: u32,
-    /// What the outcome answers.
+    /// The request that the outcome answers.
     pub request: RequestId,
-    /// The outcome is kept for retries.
+    /// Whether the outcome is kept for retries.
     pub keep: bool,
-    /// What to do.
-    pub action: Action<'a>,
+    /// What is to be done.
+    pub body: ProposalBody<'a>,
 }
 
-/// What an [`Item`] asks for.
+/// What a [`Proposal`] asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action<'a> {
-    /// The first item of each run: the node is there. Ends what its earlier runs left behind.
+pub enum ProposalBody<'a> {
+    /// The first item of each incarnation: the node is there. Ends what its earlier incarnations left behind.
     Start(Start),
     /// A command for the store.
     Command(Command<'a>),
@@ -92,29 +97,36 @@ pub enum Action<'a> {
     Undo(Outcome),
     /// The session outlives its connection from now on; whoever knows the secret can attach to it.
     Keep {
-        /// Drawn by the accepting node.
+        /// The secret of the session, drawn by the accepting node.
         secret: Bits128,
     },
     /// The connection of this session wants to be the one of a kept session.
     Attach {
-        /// Of the kept session.
+        /// The secret of the kept session.
         secret: Bits128,
+    },
+    /// Who is behind the session; sent ahead of the first item that makes others ask. Since version 4.
+    Identify {
+        /// The name of the client that people see.
+        name: &'a [u8],
+        /// The stable reference; empty = none.
+        reference: &'a [u8],
     },
     /// The connection has ended.
     Close {
-        /// By the client, with a FIN.
+        /// Whether the client closed the connection, with a FIN.
         orderly: bool,
-        /// It had given a stable reference.
+        /// Whether the client had given a stable reference and is expected to come back with another session.
         referenced: bool,
     },
     /// An operator ends a session.
     Kick {
-        /// Which.
+        /// The session that ends.
         session: SessionId,
     },
     /// The client of a kept session ends it: a disconnect after which nobody comes back.
     End {
-        /// Which.
+        /// The session that ends.
         session: SessionId,
     },
     /// Nothing; answered when everything before it is applied.
@@ -126,49 +138,49 @@ pub enum Action<'a> {
 /// What a node tells about itself when it starts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// Made with its data directory; another one under the same name is refused.
+    /// The random number of the data directory; another one under the same name is refused.
     pub disk: u64,
-    /// Where clients find it.
+    /// Where clients find the node.
     pub client_addr: String,
-    /// The newest form of entries it can read.
+    /// The newest version of the log that the node reads.
     pub version: u32,
-    /// It keeps the log, but no state.
+    /// Whether the node is a witness: it keeps the log, but no state.
     pub witness: bool,
 }
 
 /// Where a node can be reached besides its ports for peers and for the line protocol; empty where it can not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Addresses {
-    /// HTTP.
+    /// The address of the HTTP API.
     pub http: String,
-    /// gRPC.
+    /// The address of the gRPC API.
     pub grpc: String,
 }
 
 /// A member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// Its name, chosen by people.
+    /// The name of the member, chosen by people.
     pub node: String,
-    /// Where its peers dial it.
+    /// Where peers dial the member.
     pub peer_addr: String,
-    /// Where clients find it.
+    /// Where clients find the member.
     pub client_addr: String,
-    /// It keeps the log, but no state.
+    /// Whether the member is a witness: it keeps the log, but no state.
     pub witness: bool,
-    /// Its data directory, once it is known.
+    /// The random number of the member's data directory, once it is known.
     pub disk: Option<u64>,
 }
 
 /// When a connection's locks are released (GUARANTEES R8).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AutoRelease {
-    /// When it ends, however.
+    /// Locks are released when the connection ends, however.
     #[default]
     Any,
-    /// When the client closes it in an orderly way.
+    /// Locks are released when the client closes the connection in an orderly way.
     Clean,
-    /// Never; they end with their leases.
+    /// Locks are not released by the end of a connection; they end with their leases.
     Lease,
 }
 
@@ -178,11 +190,12 @@ pub enum AutoRelease {
 /// [`POLICY_SETTINGS`](super::policy::POLICY_SETTINGS).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
-    /// Of the store.
+    /// The limits of the store.
     pub limits: Limits,
     /// What the end of a connection means.
     pub auto_release: AutoRelease,
-    /// How long the locks of an orderly closed connection with a stable reference stay.
+    /// How long a client with a stable reference is waited for: its place in a queue, and after an orderly close its
+    /// locks, stay for that long.
     pub orphan_ttl: Span,
 }
 
@@ -212,14 +225,14 @@ impl From<WholePolicy> for (Policy, LimitsV2) {
     }
 }
 
-/// Something the leader itself puts into the log.
+/// What the leader itself puts into the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
+pub enum LeaderCommand {
     /// The very first: what the cluster decides by. Later ones do nothing.
     Init {
-        /// Of the first leader.
+        /// The policy, as the first leader has it.
         policy: Box<Policy>,
-        /// Of the hash maps.
+        /// The seed of the hash maps.
         seed: u64,
         /// The first fence.
         fence: u64,
@@ -230,34 +243,34 @@ pub enum Order {
     NewTerm,
     /// A node has been silent for long.
     NodeLost {
-        /// The life that was lost.
-        run: Run,
+        /// The incarnation that was lost.
+        run: Incarnation,
     },
     /// What all decide by from now on.
     Policy(Box<Policy>),
     /// The digest of the snapshot at an index: who has another one has gone wrong.
     Digest {
-        /// Of the snapshot.
+        /// The index of the snapshot.
         index: u64,
-        /// SHA-256.
+        /// SHA-256 of the snapshot.
         digest: [u8; 32],
     },
     /// A member is dialed elsewhere from now on.
     Address {
-        /// Which.
+        /// The number of the member.
         raft_id: RaftId,
-        /// Where.
+        /// Where peers dial the member.
         peer_addr: String,
     },
     /// All members read this version, and from here on they may be given what only it has.
     Version {
-        /// Never lower than before.
+        /// The version, never lower than before.
         version: u32,
     },
     /// The name of the cluster from now on, in place of the one that its first members began with. Since version 3;
     /// later ones do nothing.
     ClusterId {
-        /// Drawn by the leader.
+        /// The name, drawn by the leader.
         id: Bits128,
     },
 }
@@ -265,21 +278,21 @@ pub enum Order {
 /// A change of the membership, in the context of a conf change entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MemberChange {
-    /// As a learner first.
+    /// A node becomes a member, as a learner first.
     Add {
-        /// Its number.
+        /// The number of the member.
         raft_id: RaftId,
-        /// Who it is.
+        /// The member.
         member: Member,
     },
     /// A learner becomes a voter.
     Promote {
-        /// Which.
+        /// The number of the member.
         raft_id: RaftId,
     },
-    /// For ever.
+    /// A member goes for ever.
     Remove {
-        /// Which.
+        /// The number of the member.
         raft_id: RaftId,
     },
 }

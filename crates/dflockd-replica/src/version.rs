@@ -18,22 +18,27 @@
 //! [`Machine::first_version`]: super::machine::Machine::first_version
 //! [`Machine::lacks_limits`]: super::machine::Machine::lacks_limits
 //!
-//! `Start` tells the newest version that a member reads. [`Order::Version`](super::types::Order::Version) raises the
-//! version of the cluster from that entry on, if all members read it at that place of the log; `apply` may do something
-//! new only from there on. A member that reads less stops at its start, before it has written anything. Version 2
-//! brought limits for leases, sessions and subscriptions, the rules that go by them (`Limits::rules`), and sealed
-//! frames between peers without TLS. Version 3 brought a random name of the cluster.
+//! `Start` tells the newest version that a member reads.
+//! [`LeaderCommand::Version`](super::types::LeaderCommand::Version) raises the version of the cluster from that entry
+//! on, if all members read it at that place of the log; `apply` may do something new only from there on. A member that
+//! reads less stops at its start, before it has written anything. Version 2 brought limits for leases, sessions and
+//! subscriptions, the rules that go by them (`Limits::rules`), and sealed frames between peers without TLS. Version 3
+//! brought a random name of the cluster. Version 4 brought names and references of clients: what a client with a
+//! reference leaves behind waits for it. Only what such an item has made known is treated like that, so nothing of an
+//! older log means anything else.
 //!
-//! # The name of a cluster
+//! # The id of a cluster
 //!
-//! The first members of `--cluster-peers` must know each other before they can agree on anything, so they begin with a
-//! name that each of them makes of that list. Another cluster of the same list would have the same. A cluster that has
-//! reached version 3 therefore takes a name that its leader has drawn ([`Order::ClusterId`]), once, and remembers the
-//! one before ([`Machine::formed_as`]). From the entry on a node presents the new name. Who has not applied the entry
-//! presents the old one, and is listened to only if it is a member with the data directory that this member had when
-//! the entry was made: all are known by then ([`Machine::lacks_name`]).
+//! The first members of `--cluster-peers` take part when they know each other's data directories, and begin with an id
+//! that follows from those (`dflockd-engine`, `replicated/formation.rs`): nobody else has it, and no two nodes have
+//! the same number in one cluster. Programs of versions 1 and 2 began with an id of the list alone, which another
+//! cluster of the same list had as well. A cluster that has reached version 3 therefore takes an id that its leader
+//! has drawn ([`LeaderCommand::ClusterId`]), once, and remembers the one before ([`Machine::formed_as`]). From the
+//! entry on a node presents the new one. A member that has not applied the entry presents the old one, and is listened
+//! to only if it has the data directory that this member had when the entry was made: all are known by then
+//! ([`Machine::lacks_name`]).
 //!
-//! [`Order::ClusterId`]: super::types::Order::ClusterId
+//! [`LeaderCommand::ClusterId`]: super::types::LeaderCommand::ClusterId
 //! [`Machine::formed_as`]: super::machine::Machine::formed_as
 //! [`Machine::lacks_name`]: super::machine::Machine::lacks_name
 
@@ -51,11 +56,15 @@ use super::machine;
 /// | --- | --- |
 /// | 1 | the first |
 /// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
-/// | 3 | [`Order::ClusterId`](super::types::Order::ClusterId); the name before it in snapshots |
-pub const NEWEST: u32 = 3;
+/// | 3 | [`LeaderCommand::ClusterId`](super::types::LeaderCommand::ClusterId); the name before it in snapshots |
+/// | 4 | [`ProposalBody::Identify`](super::types::ProposalBody::Identify); clients' names and references in snapshots |
+pub const NEWEST: u32 = 4;
 
 /// The first version in which a cluster has a name that nobody else has.
 pub const NAMED: u32 = 3;
+
+/// The first version in which sessions say who is behind them.
+pub const IDENTIFIED: u32 = 4;
 
 /// The first version whose programs seal the frames between peers. A cluster that uses it has no other members, so its
 /// nodes speak no older version of the peer protocol without TLS.

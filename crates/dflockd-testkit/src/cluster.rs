@@ -13,8 +13,12 @@ use crate::{Client, Dir, LIMIT, Process, command, eventually, free_addresses, ho
 /// What the members of all clusters know and others do not.
 pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
-/// The names of members, in order.
-pub const NAMES: [&str; 7] = ["node-a", "node-b", "node-c", "node-d", "node-e", "node-f", "node-g"];
+/// The names of members, in order: those of the first ones, and more for members that come later.
+pub const NAMES: [&str; 26] = [
+    "node-a", "node-b", "node-c", "node-d", "node-e", "node-f", "node-g", "node-h", "node-i",
+    "node-j", "node-k", "node-l", "node-m", "node-n", "node-o", "node-p", "node-q", "node-r",
+    "node-s", "node-t", "node-u", "node-v", "node-w", "node-x", "node-y", "node-z",
+];
 
 /// How long members are patient with their leader where an election would be a failure.
 pub const CALM_MS: &str = "2000";
@@ -109,7 +113,7 @@ impl Node {
         Self { name: name.to_owned(), client, peer, dir, flags, variable: None, process: None }
     }
 
-    /// The same at addresses that nobody uses.
+    /// A node at addresses that nobody uses.
     pub fn anywhere(name: &str, dir: PathBuf, formation: &[&str]) -> Self {
         let addresses = free_addresses(host(), 2);
         let formation: Vec<_> = formation.iter().map(ToString::to_string).collect();
@@ -185,13 +189,15 @@ impl Node {
         eventually(&what, || Client::connect(self.client).ok())
     }
 
-    /// The member `cluster` of its stats, if it answers soon.
+    /// The cluster as it sees it, if it answers soon.
     pub fn status(&self) -> Option<Value> {
         let mut client = Client::connect(self.client).ok()?;
         if let Some(token) = self.token() {
             client.try_ask("auth", "_", token, Duration::from_secs(1));
         }
-        client.try_stats(Duration::from_secs(1)).map(|mut stats| stats["cluster"].take())
+        let answer = client.try_ask("stats", "_", "cluster", Duration::from_secs(1));
+        let told: Value = serde_json::from_str(answer.line()?.strip_prefix("ok ")?).ok()?;
+        told.get("cluster").cloned()
     }
 
     /// What clients must know.

@@ -7,10 +7,12 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+pub mod brake;
 pub mod certificates;
 pub mod cluster;
 pub mod dir;
 pub mod eventually;
+pub mod forms;
 pub mod http;
 pub mod line;
 pub mod noise;

@@ -10,6 +10,7 @@ use rustls::{ClientConfig, ClientConnection, StreamOwned};
 use serde_json::Value;
 use socket2::SockRef;
 
+use crate::forms::Forms;
 use crate::{LIMIT, eventually};
 
 /// How long the answer of a member of a cluster may take to a request that does not wait by its own will: five seconds,
@@ -106,6 +107,8 @@ pub struct Client {
     patience: Duration,
     buffer: Vec<u8>,
     used: usize,
+    /// What the answers to its requests may be like, as long as it sends nothing else.
+    forms: Option<Forms>,
 }
 
 impl Client {
@@ -138,7 +141,8 @@ impl Client {
 
     fn new(stream: Box<dyn Stream>, socket: TcpStream) -> Self {
         socket.set_write_timeout(Some(LIMIT)).unwrap();
-        Self { stream, socket, patience: LIMIT, buffer: Vec::new(), used: 0 }
+        let (patience, forms) = (LIMIT, Some(Forms::default()));
+        Self { stream, socket, patience, buffer: Vec::new(), used: 0, forms }
     }
 
     /// Sends bytes as they are.
@@ -149,18 +153,29 @@ impl Client {
 
     /// Sends bytes to a server that may be gone.
     pub fn try_send(&mut self, bytes: impl AsRef<[u8]>) -> std::io::Result<()> {
-        self.stream.write_all(bytes.as_ref())?;
+        self.forms = None;
+        self.write(bytes.as_ref())
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.stream.write_all(bytes)?;
         self.stream.flush()
     }
 
     /// Sends the last bytes, but keeps reading.
     pub fn send_last(&mut self, bytes: impl AsRef<[u8]>) {
+        self.forms = None;
         self.stream.send_last(bytes.as_ref());
     }
 
     /// Sends a request without waiting for its answer. Whether the server is gone shows when that is read.
     pub fn begin(&mut self, command: &str, key: &str, arg: &str) {
-        let _ = self.try_send(format!("{command}\n{key}\n{arg}\n"));
+        // What is more or less than a request has more or fewer answers.
+        self.forms.take_if(|_| [command, key, arg].iter().any(|part| part.contains('\n')));
+        if let Some(forms) = &mut self.forms {
+            forms.asked(command, key, arg);
+        }
+        let _ = self.write(format!("{command}\n{key}\n{arg}\n").as_bytes());
     }
 
     /// A request and its answer.
@@ -204,6 +219,11 @@ impl Client {
     pub fn keep(&mut self, name: &str) -> String {
         let answer = self.ask("hello", name, "keep");
         answer.strip_prefix("ok keep=").unwrap_or_else(|| panic!("{answer}")).to_owned()
+    }
+
+    /// The address that the server sees.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.socket.local_addr().unwrap()
     }
 
     /// The next line, which must come.
@@ -251,6 +271,7 @@ impl Client {
     }
 
     /// The next line, if there is one before the time is over; without any time, if it is there.
+    #[track_caller]
     pub fn hear(&mut self, time: Duration) -> Heard {
         match self.hear_bytes(time) {
             Heard::Line(line) => Heard::Line(String::from_utf8_lossy(&line).into_owned()),
@@ -259,8 +280,19 @@ impl Client {
         }
     }
 
-    /// The next line as it came, if there is one before the time is over.
+    /// The next line as it came, if there is one before the time is over. An answer has a form that its request allows.
+    #[track_caller]
     pub fn hear_bytes(&mut self, time: Duration) -> Heard<Vec<u8>> {
+        let heard = self.next_line(time);
+        if let (Heard::Line(line), Some(forms)) = (&heard, &mut self.forms)
+            && let Err(why) = forms.check(line)
+        {
+            panic!("GUARANTEES 47: {why}");
+        }
+        heard
+    }
+
+    fn next_line(&mut self, time: Duration) -> Heard<Vec<u8>> {
         let until = Instant::now() + time;
         let mut looked = self.used;
         loop {

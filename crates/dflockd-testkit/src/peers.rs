@@ -1,8 +1,8 @@
 //! The network between the members of a cluster: every connection between two of them goes through here, and each
-//! direction of each pair can be cut. What is cut says nothing: bytes wait, and come late when it is healed. And
-//! somebody can send a frame of his own between two of a member's.
+//! direction of each pair can be cut or slowed down. What is cut says nothing: bytes wait, and come late when it is
+//! healed. And somebody can send a frame of his own between two of a member's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +29,8 @@ type Way = (usize, usize);
 struct Shared {
     /// Directions that are cut: from, to.
     cut: Mutex<BTreeSet<(usize, usize)>>,
+    /// What each direction takes longer.
+    delays: Mutex<BTreeMap<Way, Duration>>,
     /// What is to be sent between two frames: from, to, the frame with its length.
     injected: Mutex<Option<(Way, Vec<u8>)>>,
     stopped: AtomicBool,
@@ -37,15 +39,21 @@ struct Shared {
 impl Proxy {
     /// One listener per member in front of its peer port; that is where the others dial it.
     pub fn between(addresses: &mut Addresses) -> Self {
-        let shared = Arc::<Shared>::default();
+        let proxy = Self { shared: Arc::default() };
         for (to, (peer, dialed)) in addresses.peers.iter().zip(&mut addresses.dialed).enumerate() {
-            let listener = TcpListener::bind((peer.ip(), 0)).unwrap();
-            *dialed = listener.local_addr().unwrap();
-            listener.set_nonblocking(true).unwrap();
-            let (shared, peer) = (Arc::clone(&shared), *peer);
-            thread::spawn(move || listen(&listener, to, peer, &shared));
+            *dialed = proxy.in_front_of(to, *peer);
         }
-        Self { shared }
+        proxy
+    }
+
+    /// A listener in front of the peer port of one more member; gives where the others dial it.
+    pub fn in_front_of(&self, to: usize, peer: SocketAddr) -> SocketAddr {
+        let listener = TcpListener::bind((peer.ip(), 0)).unwrap();
+        let dialed = listener.local_addr().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let shared = Arc::clone(&self.shared);
+        thread::spawn(move || listen(&listener, to, peer, &shared));
+        dialed
     }
 
     /// Nothing gets from one member to another any more.
@@ -73,9 +81,15 @@ impl Proxy {
         self.shared.injected.lock().unwrap().is_none()
     }
 
-    /// All directions work again.
+    /// What one member sends to another takes this much longer.
+    pub fn delay(&self, from: usize, to: usize, by: Duration) {
+        self.shared.delays.lock().unwrap().insert((from, to), by);
+    }
+
+    /// All directions work again, without delay.
     pub fn heal(&self) {
         self.shared.cut.lock().unwrap().clear();
+        self.shared.delays.lock().unwrap().clear();
     }
 }
 
@@ -88,6 +102,10 @@ impl Drop for Proxy {
 impl Shared {
     fn is_cut(&self, from: usize, to: usize) -> bool {
         self.cut.lock().unwrap().contains(&(from, to))
+    }
+
+    fn delay(&self, way: Way) -> Option<Duration> {
+        self.delays.lock().unwrap().get(&way).copied()
     }
 
     fn is_stopped(&self) -> bool {
@@ -194,6 +212,9 @@ fn pump(
             Err(error) if PATIENCE.contains(&error.kind()) => continue,
             Err(_) => break,
         };
+        if let Some(delay) = shared.delay(way) {
+            thread::sleep(delay);
+        }
         while shared.is_cut(way.0, way.1) && !shared.is_stopped() {
             thread::sleep(millis(5));
         }

@@ -22,11 +22,18 @@ use crate::{A_WHILE, LIMIT, eventually, free_address, millis};
 /// How long something may go on writing into the pipe of a process that has ended.
 const LAST_WORDS: Duration = A_WHILE;
 
+/// Where the server is.
+static DFLOCKD: OnceLock<PathBuf> = OnceLock::new();
+
+/// Takes this program as the server from the first start on, instead of the one beside the test.
+pub fn set_dflockd(path: PathBuf) {
+    DFLOCKD.set(path).expect("set before the server was looked for");
+}
+
 /// The server, beside the test. Cargo builds it for the tests of its own crate; for those of other crates it is built
 /// here, if it is missing or older than its sources.
 pub fn dflockd() -> &'static Path {
-    static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
+    DFLOCKD.get_or_init(|| {
         let sources = [
             "dflockd/src",
             "dflockd-core/src",
@@ -326,7 +333,7 @@ impl Process {
         Ran { program: self.program, code, out, err }
     }
 
-    /// The same after the end of its standard input.
+    /// Closes the standard input, then waits until the program has ended and everything that has its pipes.
     #[track_caller]
     pub fn finish(mut self) -> Ran {
         self.close_input();

@@ -6,7 +6,7 @@
 //! # a comment
 //! == title                     a section begins: a new server
 //! flags: --max-locks 2         … with these flags
-//! only: process                … and only without sockets; or `tcp`
+//! only: process                … and only without sockets; or `tcp`; or `log`, in replicated mode
 //! a> l|k|0                     connection a, opened when first named, sends three lines
 //! a>> l\nk\n0                  it sends these bytes and nothing else
 //! a< ok <T1> 33                the next line it gets; EOF if the server closes

@@ -31,9 +31,9 @@ pub use dflockd_api::check::{
     COUNT_MAX, KEY_BYTES_MAX, PATTERN_TOKENS_MAX, REASON_BYTES_MAX, SECONDS_MAX,
 };
 pub use dflockd_api::{
-    Command, ERROR_CODES, End, ErrorCode, ErrorSpec, Expect, Fence, Gift, Grant, LeaderEvent,
-    LostReason, Mode, Outcome, Query, REFUSALS, RequestId, Space, Span, Subscription, Token,
-    TokenText, check, command,
+    Bytes, Command, ERROR_CODES, End, ErrorCode, ErrorSpec, Expect, Fence, Gift, Grant,
+    LeaderEvent, LostReason, Mode, Outcome, Query, REFUSALS, RequestId, Revision, Space, Span,
+    Subscription, Token, TokenText, check, command,
 };
 pub use line::{Decoded, Decoder, Frame, NUMBER_BYTES_MAX};
 pub use op::{ArgLimit, LONG_BYTES_MAX, OPS, Op, OpSpec, SHORT_BYTES_MAX};

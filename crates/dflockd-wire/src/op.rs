@@ -164,9 +164,9 @@ ops! {
     Ping b"ping" "_" "" Short Plain bare(Request::Ping)
         "ok"
         "Answers at once"
-    Stats b"stats" "_" "" Short Value bare(Request::Stats)
+    Stats b"stats" "_" "[cluster]" Short Value stats()
         "ok <json>"
-        "Describes everything the server holds"
+        "Describes everything the server holds, or only the cluster it is a member of"
     Barrier b"barrier" "_" "" Short Plain bare(Request::Barrier)
         "ok"
         "Answers once everything accepted before it is committed and applied"

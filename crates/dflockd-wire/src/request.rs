@@ -26,6 +26,8 @@ use crate::text::{
 /// The most keys one `ls` may ask for.
 pub const LS_LIMIT_MAX: usize = 10_000;
 
+/// The argument of `stats` that asks for no more than the cluster.
+const ONLY_CLUSTER: &[u8] = b"cluster";
 /// What the third line of [`Lines::acquire`] holds.
 pub(crate) const ACQUIRE: &str = "<timeout> [<lease>]";
 /// What the third line of [`Lines::semaphore_acquire`] holds.
@@ -59,6 +61,8 @@ pub enum Request<'a> {
     Ping,
     /// `stats`.
     Stats,
+    /// `stats` with the argument `cluster`: only the members. A server that does not know the argument tells all.
+    Members,
     /// `barrier`.
     Barrier,
     /// `inspect`.
@@ -148,7 +152,7 @@ impl<'a> Request<'a> {
             Self::Hello { .. } => Op::Hello,
             Self::StableRef { .. } => Op::StableRef,
             Self::Ping => Op::Ping,
-            Self::Stats => Op::Stats,
+            Self::Stats | Self::Members => Op::Stats,
             Self::Barrier => Op::Barrier,
             Self::Inspect { .. } => Op::Inspect,
             Self::Ls { .. } => Op::Ls,
@@ -195,6 +199,7 @@ impl<'a> Request<'a> {
             | Self::Auth { .. }
             | Self::Ping
             | Self::Stats
+            | Self::Members
             | Self::Barrier => b"_",
             Self::Ls { prefix, .. } => prefix,
         };
@@ -215,6 +220,7 @@ impl<'a> Request<'a> {
             | Self::Barrier
             | Self::StableRef { .. }
             | Self::Inspect { .. } => (),
+            Self::Members => out.extend_from_slice(ONLY_CLUSTER),
             Self::Auth { token } => out.extend_from_slice(token),
             Self::Hello { ref words, .. } => {
                 for (position, word) in words.iter().enumerate() {
@@ -343,6 +349,7 @@ const fn op_of(command: &Command<'_>) -> Op {
         | Command::NewTerm
         | Command::Detach { .. }
         | Command::Attach
+        | Command::Identify { .. }
         | Command::Orphan { .. }
         | Command::EndSession { .. } => panic!("no command of the line protocol"),
     }
@@ -420,6 +427,7 @@ fn print_command(command: &Command<'_>, unit: Unit, out: &mut Vec<u8>) {
         | Command::NewTerm
         | Command::Detach { .. }
         | Command::Attach
+        | Command::Identify { .. }
         | Command::Orphan { .. }
         | Command::EndSession { .. } => (),
     }
@@ -444,6 +452,11 @@ pub(crate) struct Lines<'a> {
 impl<'a> Lines<'a> {
     pub(crate) fn bare(self, request: Request<'a>) -> Parsed<'a> {
         Ok(request)
+    }
+
+    /// Any other argument is ignored.
+    pub(crate) fn stats(self) -> Parsed<'a> {
+        Ok(if trim(self.arg) == ONLY_CLUSTER { Request::Members } else { Request::Stats })
     }
 
     pub(crate) fn auth(self) -> Parsed<'a> {

@@ -7,8 +7,9 @@ use anyhow::{Context, anyhow};
 use dflockd_engine::transport::{
     Credentials, Limits as TransportLimits, PeerTls, Secret, TransportConfig, Version,
 };
-use dflockd_engine::{Clock, ClusterOptions, Formation, Replicated};
+use dflockd_engine::{Clock, ClusterOptions, Formation, MemberOptions, Replicated};
 use dflockd_replica::types::Addresses;
+use dflockd_replica::version;
 
 use crate::config::{self, ClusterConfig, Config, HostPort};
 
@@ -64,7 +65,6 @@ pub(crate) async fn start(
     };
     let options = ClusterOptions {
         dir: cluster.dir.to_owned(),
-        node: cluster.node.to_owned(),
         transport: TransportConfig {
             listen: cluster.raft_addr.to_string(),
             credentials: credentials(cluster, [cluster.secret, None])?,
@@ -74,14 +74,18 @@ pub(crate) async fn start(
                 ..TransportLimits::default()
             },
         },
-        peer_addr: cluster.dial_addr.to_string(),
-        client_addr,
-        formation,
-        witness: config.witness,
-        policy,
-        election_timeout: config.election_timeout,
-        heartbeat_interval: config.heartbeat_interval,
-        snapshot_entries: config.snapshot_entries,
+        member: MemberOptions {
+            node: cluster.node.to_owned(),
+            peer_addr: cluster.dial_addr.to_string(),
+            client_addr,
+            formation,
+            witness: config.witness,
+            policy,
+            election_timeout: config.election_timeout,
+            heartbeat_interval: config.heartbeat_interval,
+            snapshot_entries: config.snapshot_entries,
+            version: version::newest(),
+        },
     };
     let member = Replicated::start(options, Clock::system()).await;
     member.map_err(|why| anyhow!(why)).context("cannot take part in the cluster")

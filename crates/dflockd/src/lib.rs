@@ -2,8 +2,8 @@
 //! same on port 0.
 //!
 //! The path of a request: `frontend::line` reads bytes, its [`connection`](frontend::line::connection) finds the
-//! requests in them, `translate` makes commands of those, the engine applies them, and the answers go back the same
-//! way.
+//! requests in them, which `dflockd-wire` makes commands of, the engine applies them, and `translate` makes answers of
+//! what came of it.
 //!
 //! Workers (`frontend::line::worker`) are threads outside of tokio but in its context; `--worker-threads` says how
 //! many. HTTP and gRPC run on tokio. A call over gRPC: `listen` accepts, does TLS and looks at the preface, hyper reads

@@ -19,6 +19,7 @@ use dflockd_core::{
     BUCKETS, CommandKind, Counts, Histogram, KeyKind, Primitive, REFUSALS, Span, Tally, Timestamp,
 };
 use dflockd_engine::{Api, Replicated, TIMES_BUCKETS, Times};
+use dflockd_replica::Role;
 use dflockd_wire::{OPS, Op};
 use parking_lot::Mutex;
 use tonic::Code;
@@ -39,8 +40,6 @@ use crate::service::{Service, seconds};
 const UNMATCHED: &str = "unmatched";
 /// Combinations of method, route and status that are told apart. There are fewer, unless a route is not a template.
 const ROWS_MAX: usize = 2048;
-/// What a member of a cluster can be.
-const ROLES: [&str; 5] = ["leader", "follower", "candidate", "pre-candidate", "joining"];
 
 /// What is counted besides the state.
 #[derive(Default)]
@@ -367,8 +366,9 @@ fn buckets(histogram: &Histogram) -> Buckets {
 fn add_cluster(page: &mut Page, member: &Replicated) {
     let view = member.view();
     let status = view.status;
-    let role = status.map_or("joining", |status| status.role);
-    page.by(&n::RAFT_STATE, ROLES.map(|it| (it, it == role)));
+    let role = status.map(|status| status.role);
+    let roles = Role::ALL.into_iter().map(Some).chain([None]);
+    page.by(&n::RAFT_STATE, roles.map(|it| (Role::name_of(it), it == role)));
     page.value(&n::RAFT_IS_LEADER, view.is_leader());
     page.value(&n::RAFT_HAS_LEADER, status.is_some_and(|status| status.leader.is_some()));
     page.known(&n::RAFT_TERM, status.map(|status| status.term));
@@ -391,6 +391,7 @@ fn add_cluster(page: &mut Page, member: &Replicated) {
     );
     page.value(&n::RAFT_PROPOSALS, gauges.proposals.load(Relaxed));
     page.value(&n::RAFT_PROPOSALS_FAILED, gauges.proposals_failed.load(Relaxed));
+    page.value(&n::RAFT_LOOKS, gauges.looks.load(Relaxed));
     page.value(&n::RAFT_APPLY, gauges.applied.load(Relaxed));
     // The member stops at the first, so nobody could ever see another number.
     page.value(&n::RAFT_APPLY_FAILED, 0u64);

@@ -10,7 +10,8 @@ use dflockd_core::{
     Bytes, ChannelView, HolderView, KeyKind, KeyView, Listed, LockKind, LockView, SessionId,
     WaiterView,
 };
-use dflockd_engine::Engine;
+use dflockd_engine::{Engine, readable};
+use dflockd_replica::Role;
 use serde::Serialize;
 
 use crate::service::{ANSWER_BYTES_MAX, Service, seconds};
@@ -203,7 +204,7 @@ pub(crate) fn cluster(service: &Service) -> Option<Cluster> {
     let lags = member.gauges().lags.lock().clone();
     Some(Cluster {
         node_id: member.node().to_owned(),
-        role: status.map_or("joining", |status| status.role),
+        role: Role::name_of(status.map(|status| status.role)),
         ready: member.is_ready(),
         term: status.map_or(0, |status| status.term),
         leader_id: status.and_then(|status| status.leader).map_or_else(String::new, |id| name(&id)),
@@ -226,6 +227,17 @@ pub(crate) fn cluster(service: &Service) -> Option<Cluster> {
             })
             .collect(),
     })
+}
+
+/// The answer to `stats` with the argument `cluster`. Costs a look at what this member knows of the cluster: no survey
+/// of the state, and nobody else is asked.
+pub(crate) fn members(service: &Service) -> Vec<u8> {
+    #[derive(Serialize)]
+    struct Members {
+        #[serde(skip_serializing_if = "Option::is_none")]
+        cluster: Option<Cluster>,
+    }
+    json(&Members { cluster: cluster(service) })
 }
 
 /// The answer to `stats`.
@@ -547,9 +559,12 @@ impl<'a> Names<'a> {
         Self { engine, known: HashMap::new() }
     }
 
-    /// The name of a session; empty if nobody knows one.
-    pub(crate) fn of(&mut self, session: SessionId) -> Arc<str> {
-        let name = || self.engine.label(session).unwrap_or_else(|| "".into());
+    /// The name of a session, which the state may have as that of its `client`; empty if nobody knows one.
+    pub(crate) fn of(&mut self, session: SessionId, client: Option<&Bytes>) -> Arc<str> {
+        let name = || match client {
+            Some(name) => readable(name),
+            None => self.engine.label(session).unwrap_or_else(|| "".into()),
+        };
         Arc::clone(self.known.entry(session).or_insert_with(name))
     }
 
@@ -569,7 +584,7 @@ impl<'a> Names<'a> {
             fence: holder.fence.0.to_string(),
             expires_in_s: seconds(holder.expires_in),
             held_s: seconds(holder.held_for),
-            client: self.of(holder.session),
+            client: self.of(holder.session, holder.client.as_ref()),
             writer: holder.writer,
             leader: holder.leader,
         }
@@ -579,7 +594,7 @@ impl<'a> Names<'a> {
         Waiter {
             conn: waiter.session.0,
             waiting_s: seconds(waiter.waiting),
-            client: self.of(waiter.session),
+            client: self.of(waiter.session, waiter.client.as_ref()),
             writer: waiter.writer,
         }
     }

@@ -125,7 +125,11 @@ impl Service {
     }
 
     /// What connections share, around an engine that is there.
-    pub(crate) fn around(
+    ///
+    /// # Errors
+    ///
+    /// If the configuration names a file that can not be used.
+    pub fn around(
         config: &Config,
         engine: Engine,
         background: impl Fn(Box<dyn FnOnce() + Send>) + Send + Sync + 'static,
@@ -169,10 +173,22 @@ impl Service {
 
     /// Refuses all further requests, looks who must be waited for, and ends the waits over HTTP and gRPC.
     pub(crate) async fn begin_drain(&self) {
-        self.draining.store(true, Ordering::SeqCst);
+        self.refuse_requests();
         let engine = Arc::clone(&self.engine);
         let busy = tokio::task::spawn_blocking(move || engine.busy_sessions());
-        if let Ok(Ok(Some(busy))) = tokio::time::timeout(BUSY_TIMEOUT, busy).await {
+        let busy = tokio::time::timeout(BUSY_TIMEOUT, busy).await;
+        self.end_waits(busy.ok().and_then(Result::ok).flatten());
+    }
+
+    /// Refuses all further requests.
+    pub fn refuse_requests(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Ends the waits over HTTP and gRPC. `busy` are the sessions that hold or wait for something, if anybody could
+    /// say.
+    pub fn end_waits(&self, busy: Option<HashSet<SessionId>>) {
+        if let Some(busy) = busy {
             let _ = self.busy.set(busy);
         }
         self.waits_end.notify_waiters();

@@ -14,6 +14,18 @@ pub struct Fences {
 }
 
 impl Fences {
+    /// The highest fence of all keys.
+    #[must_use]
+    pub fn highest(&self) -> Fence {
+        self.highest.values().copied().max().unwrap_or(Fence(0))
+    }
+
+    /// The highest fence of each key.
+    #[must_use]
+    pub fn by_key(&self) -> BTreeMap<Vec<u8>, u64> {
+        self.highest.iter().map(|((_, key), fence)| (key.clone(), fence.0)).collect()
+    }
+
     /// After each entry.
     pub fn check(&mut self, step: &Step<'_>) -> Result<(), Broken> {
         for (name, after) in step.after {

@@ -1,13 +1,13 @@
 //! Every answer has one of the forms that what was asked for allows, whoever gives it: the log, a node that gives up, a
 //! cancel that comes late.
 
-use dflockd_core::{Command, Outcome, Query, Refusal};
-use dflockd_replica::OwnedQuery;
+use dflockd_core::{Command, Outcome, Refusal};
 
 use super::Broken;
 use crate::history::Asked;
 use crate::op::Op;
 use crate::oracle::Oracle;
+use crate::process::borrowed;
 
 /// A client is told something.
 pub fn check(asked: &Asked, outcome: &Outcome, oracle: &Oracle) -> Result<(), Broken> {
@@ -44,15 +44,5 @@ fn allows(op: &Op, outcome: &Outcome) -> bool {
         Op::Read(query) => borrowed(query).allows(outcome),
         // It is answered by an event of its own; the rest are commands.
         Op::Attach { .. } | Op::Do(_) | Op::Wait(..) | Op::RenewSession(..) => false,
-    }
-}
-
-fn borrowed(query: &OwnedQuery) -> Query<'_> {
-    match query {
-        OwnedQuery::Counter(key) => Query::Counter { key },
-        OwnedQuery::Kv(key) => Query::Kv { key },
-        OwnedQuery::Entry(key) => Query::Entry { key },
-        OwnedQuery::Length(key) => Query::Length { key },
-        OwnedQuery::Range(key, start, stop) => Query::Range { key, start: *start, stop: *stop },
     }
 }

@@ -24,7 +24,7 @@ use crate::search::{Call, Model, Verdict, search};
 /// More clients make too many orders.
 pub const CLIENTS_MAX: usize = 8;
 const CALLS_MAX: usize = 1000;
-const STEPS_MAX: usize = 100_000;
+const STEPS_MAX: usize = 1_000_000;
 /// More requests that nobody knows of make too many lists: each item may be there or not.
 const OPEN_MAX: usize = 6;
 /// Clocks of nodes run at most this much too fast, in thousandths of a lease.
@@ -54,25 +54,33 @@ pub fn check(
     for asked in &history.asked {
         calls.take(asked, doomed);
     }
-    let mut ordered = decide("counter", |_| Counter, &0, &calls.counters)?;
-    ordered += decide("entry", |_| Entry, &None, &calls.entries)?;
-    let is_whole = |calls: &[Call<ListOp>]| {
-        let open = calls.iter().filter(|call| call.end.is_none()).count();
-        open <= OPEN_MAX
-            && !calls.iter().any(|call| match &call.op {
-                ListOp::Push { item, .. } => undone.contains(item),
-                ListOp::Pop { .. } | ListOp::Length(_) => false,
-            })
+    let before = &history.before;
+    let counter = |key: &[u8]| before.counters.get(key).copied().unwrap_or(0);
+    let mut ordered = decide("counter", |_| Counter, counter, &calls.counters)?;
+    let entry = |key: &[u8]| {
+        before.entries.get(key).map(|(value, revision)| (value.clone(), Some(*revision)))
     };
-    calls.lists.retain(|_, calls| is_whole(calls));
-    ordered += decide("list", |_| List, &(Vec::new(), false), &calls.lists)?;
+    ordered += decide("entry", |_| Entry, entry, &calls.entries)?;
+    let is_whole = |key: &[u8], calls: &[Call<ListOp>]| {
+        let open = calls.iter().filter(|call| call.end.is_none()).count();
+        let pushed = calls.iter().filter_map(|call| match &call.op {
+            ListOp::Push { item, .. } => Some(item),
+            ListOp::Pop { .. } | ListOp::Length(_) => None,
+        });
+        let mut items = pushed.chain(before.lists.get(key).into_iter().flatten());
+        open <= OPEN_MAX && !items.any(|item| undone.contains(item))
+    };
+    calls.lists.retain(|key, calls| is_whole(key, calls));
+    let list = |key: &[u8]| (before.lists.get(key).cloned().unwrap_or_default(), false);
+    ordered += decide("list", |_| List, list, &calls.lists)?;
     if locks {
         let ends = calls.ends(history);
         let lock = |key: &[u8]| {
             let ends = ends.get(key).cloned().unwrap_or_default();
             Lock { slots: slots(key), ends }
         };
-        ordered += decide("lock", lock, &(Vec::new(), 0), &calls.locks)?;
+        let free = |key: &[u8]| (Vec::new(), before.fences.get(key).copied().unwrap_or(0));
+        ordered += decide("lock", lock, free, &calls.locks)?;
     }
     Ok(ordered)
 }
@@ -89,7 +97,7 @@ fn slots(key: &[u8]) -> Option<usize> {
 fn decide<M: Model>(
     what: &str,
     model: impl Fn(&[u8]) -> M,
-    initial: &M::State,
+    initial: impl Fn(&[u8]) -> M::State,
     calls: &Calls<M::Op>,
 ) -> Result<u64, Broken>
 where
@@ -97,7 +105,7 @@ where
 {
     let mut ordered = 0;
     for (key, calls) in calls.iter().filter(|(_, calls)| calls.len() <= CALLS_MAX) {
-        let why = match search(&model(key), initial, calls, STEPS_MAX) {
+        let why = match search(&model(key), &initial(key), calls, STEPS_MAX) {
             Verdict::Linearizable => {
                 ordered += calls.len() as u64;
                 continue;
@@ -128,6 +136,9 @@ struct Histories {
     holds: BTreeMap<u64, Hold>,
     /// Releases that nobody knows of: fence, and when they were sent.
     released: BTreeMap<u64, u64>,
+    /// Waits without an answer: client, key, and when they were sent. If the answer can not be told, the hold is given
+    /// back, although its enqueue may have told of it before.
+    waited: Vec<(usize, Vec<u8>, u64)>,
 }
 
 fn put<O>(calls: &mut Calls<O>, key: &[u8], asked: &Asked, op: O) {
@@ -248,6 +259,10 @@ impl Histories {
                 self.hold(asked, key, fence, grant.lease, doomed);
                 (key, LockOp::Claim(fence, mode == Mode::Write))
             }
+            (Command::Wait(command::Wait { key, .. }), None) => {
+                self.waited.push((asked.client, key.to_vec(), asked.sent));
+                return;
+            }
             (Command::Release(command::Release { token, .. }), None) => {
                 self.released.entry(token.fence.0).or_insert(asked.sent);
                 return;
@@ -295,7 +310,12 @@ impl Histories {
                 .map(|&(_, at)| at);
             let doomed = hold.doomed.then_some(hold.since);
             let released = self.released.get(&fence).copied();
-            let end = given_up.chain(doomed).chain(released).fold(hold.until, u64::min);
+            let waited = self.waited.iter().filter(|(client, key, at)| {
+                *client == hold.client && *key == hold.key && *at >= hold.since
+            });
+            let waited = waited.map(|(.., at)| *at);
+            let ended = given_up.chain(doomed).chain(released).chain(waited);
+            let end = ended.fold(hold.until, u64::min);
             ends.entry(&hold.key).or_default().insert(fence, end);
         }
         ends

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use dflockd_replica::types::RaftId;
-use raft::eraftpb::Entry;
 
 use super::Broken;
 use crate::oracle::Oracle;
@@ -15,12 +14,18 @@ pub struct Leaders {
 }
 
 impl Leaders {
-    /// A node leads a term.
+    /// Whether it is known that a node leads a term.
+    #[must_use]
+    pub fn is_known(&self, id: RaftId, term: u64) -> bool {
+        self.by_term.get(&term) == Some(&id)
+    }
+
+    /// A node leads a term. `log` has the terms of its entries.
     pub fn leads(
         &mut self,
         id: RaftId,
         term: u64,
-        log: &BTreeMap<u64, Entry>,
+        log: &BTreeMap<u64, u64>,
         snapshot: u64,
         oracle: &Oracle,
     ) -> Result<(), Broken> {
@@ -33,10 +38,12 @@ impl Leaders {
             None => {}
         }
         for index in (snapshot + 1).max(2)..=oracle.last() {
-            let own = log.get(&index).map(|entry| entry.term);
+            let own = log.get(&index).copied();
             let committed = oracle.term(index);
-            // What was committed in a later term, this leader of an earlier one need not have.
-            if own != committed && committed.is_some_and(|committed| committed < term) {
+            // What was committed in a later term, this leader of an earlier one need not have: it may have been elected
+            // long ago and hear of it only now.
+            let is_earlier = oracle.committed_by(index).is_some_and(|by| by < term);
+            if own != committed && is_earlier {
                 let what = format!(
                     "{id} leads term {term} with {own:?} at {index}, committed was {committed:?}"
                 );

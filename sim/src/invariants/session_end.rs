@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use dflockd_core::SessionId;
-use dflockd_replica::types::Run;
+use dflockd_replica::types::Incarnation;
 
 use super::Broken;
 use crate::oracle::Step;
@@ -12,7 +12,9 @@ use crate::oracle::Step;
 #[derive(Default)]
 pub struct Ends {
     sessions: BTreeSet<SessionId>,
-    runs: BTreeSet<Run>,
+    runs: BTreeSet<Incarnation>,
+    /// Sessions that outlive the run they began in.
+    kept: BTreeSet<SessionId>,
 }
 
 impl Ends {
@@ -21,8 +23,23 @@ impl Ends {
         self.sessions.insert(session);
     }
 
+    /// A session asks to be kept.
+    pub fn keep(&mut self, session: SessionId) {
+        self.kept.insert(session);
+    }
+
+    /// A request is answered: not by what comes of a run that has ended.
+    pub fn answer(&self, index: u64, session: SessionId) -> Result<(), Broken> {
+        if self.runs.contains(&Incarnation::of(session)) && !self.kept.contains(&session) {
+            let what =
+                format!("entry {index}: a request of {} counts, whose run is over", session.0);
+            return Err(Broken::new("session-end", what));
+        }
+        Ok(())
+    }
+
     /// A life of a node has ended, and with it the waits of its connections; their holds follow their leases.
-    pub fn run(&mut self, run: Run) {
+    pub fn run(&mut self, run: Incarnation) {
         self.runs.insert(run);
     }
 
@@ -37,7 +54,8 @@ impl Ends {
             let waiter = lock.queue.iter().map(|waiter| waiter.0);
             let dead = holder.chain(waiter.clone()).find(|id| self.sessions.contains(id));
             let mut waiter = waiter;
-            let orphan = waiter.find(|&id| self.runs.contains(&Run::of(id)) && !is_kept(id));
+            let orphan =
+                waiter.find(|&id| self.runs.contains(&Incarnation::of(id)) && !is_kept(id));
             if let Some(id) = dead.or(orphan) {
                 let key = key.escape_ascii();
                 let what = format!("entry {}: {} has ended and has {key}", step.index, id.0);

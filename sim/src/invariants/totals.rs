@@ -33,6 +33,8 @@ fn counters(history: &History, oracle: &Oracle) -> Result<(), Broken> {
             Outcome::Number(value) => value,
             other => return Err(Broken::new("totals", format!("a counter is {other:?}"))),
         };
+        let before = history.before.counters.get(key).copied().unwrap_or(0);
+        let value = value - before;
         if value < sure || value > sure + perhaps {
             let key = key.escape_ascii();
             let what = format!("{key} is {value}, {sure} increments and perhaps {perhaps} more");
@@ -46,6 +48,9 @@ fn counters(history: &History, oracle: &Oracle) -> Result<(), Broken> {
 fn lists(history: &History, oracle: &Oracle) -> Result<(), Broken> {
     let Some(store) = oracle.machine().store() else { return Ok(()) };
     let mut pushed: BTreeMap<&[u8], (&[u8], bool)> = BTreeMap::new();
+    for (key, items) in &history.before.lists {
+        pushed.extend(items.iter().map(|item| (&**item, (&**key, true))));
+    }
     let mut told: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
     for (at, asked) in history.asked.iter().enumerate() {
         match (asked.op.command(), &asked.end) {

@@ -14,7 +14,7 @@ use dflockd_core::{
 use super::Broken;
 
 /// What an entry did that concerns watches.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Seen {
     /// Changes that sessions were told of.
     pub told: Vec<(SessionId, Change)>,
@@ -42,9 +42,21 @@ pub struct Watches {
     last: Revision,
     asked: BTreeMap<(SessionId, RequestId), (Vec<u8>, Option<Revision>)>,
     watchers: BTreeMap<SessionId, Watcher>,
+    /// Sessions of which it is not known what they watch.
+    unsure: BTreeSet<SessionId>,
 }
 
 impl Watches {
+    /// Of a state that another cluster begins with: nobody watches anything.
+    #[must_use]
+    pub fn resume(store: &Store) -> Self {
+        let (separators, last) = (store.limits().separators(), store.revision());
+        let kept = store.changes(b">", separators, store.forgotten(), last, usize::MAX);
+        let kept = kept.unwrap_or_default().into_iter();
+        let changes = kept.map(|change| (change.revision, change.key)).collect();
+        Self { changes, last, ..Self::default() }
+    }
+
     /// A session asks for a watch.
     pub fn ask(
         &mut self,
@@ -69,8 +81,9 @@ impl Watches {
         let separators = store.limits().separators();
         self.last = now;
         let Ok(new) = store.changes(b">", separators, before, now, usize::MAX) else {
-            // More than are kept, in one entry.
-            self.watchers.clear();
+            // More than are kept, in one entry: what these sessions watch is not known from now on.
+            self.unsure.extend(std::mem::take(&mut self.watchers).into_keys());
+            self.unsure.extend(seen.began.iter().map(|began| began.0));
             return Ok(());
         };
         if !new.iter().map(|change| change.revision.0).eq(before.0 + 1..=now.0) {
@@ -96,7 +109,8 @@ impl Watches {
             if told != expected {
                 let patterns = self.watchers.get(&session).map(|watcher| &watcher.patterns);
                 return broken(format!(
-                    "{session:?} is told of {told:?} instead of {expected:?}, it watches {patterns:?}"
+                    "{session:?} is told of {told:?} instead of {expected:?} between {before:?} and {now:?}, it \
+                     watches {patterns:?}, {seen:?}"
                 ));
             }
         }
@@ -133,6 +147,7 @@ impl Watches {
         for &(session, request) in &seen.began {
             let only = seen.began.iter().filter(|began| began.0 == session).count() == 1
                 && !self.watchers.contains_key(&session)
+                && !self.unsure.contains(&session)
                 && !seen.left.contains(&session);
             if let Some((pattern, Some(from))) = self.asked.get(&(session, request))
                 && only
@@ -145,7 +160,9 @@ impl Watches {
 
     fn follow(&mut self, seen: &Seen, is_there: impl Fn(SessionId) -> bool) {
         for key in &seen.began {
-            if let Some((pattern, _)) = self.asked.get(key) {
+            if let Some((pattern, _)) = self.asked.get(key)
+                && !self.unsure.contains(&key.0)
+            {
                 let watcher = self.watchers.entry(key.0).or_default();
                 watcher.patterns.insert(pattern.clone());
                 watcher.connected = true;

@@ -100,19 +100,19 @@ fn a_member_that_is_not_there_and_one_of_another_version() {
     dev.run(&["cluster", "remove", "n4"]);
 
     // A program that reads more than the others do: see the variable in the server's sources.
-    let newer = ("DFLOCKD_CLUSTER_VERSION_MAX", "4");
+    let newer = ("DFLOCKD_CLUSTER_VERSION_MAX", "5");
     let port = free_address().port();
     let new = joiner_with(&dir, &dev, "n5", port, Some(newer));
     let (peer, address) = (format!("127.0.0.1:{port}"), new.address.to_string());
     dev.run(&["cluster", "add", "n5", &peer, &address, "--promote"]);
     let ran = dev.ctl(&["doctor", "--json"]).run();
     let versions = found(&ran, "versions");
-    assert!(versions[0][2].contains("not all members read version 4: n1 n2 n3"), "{ran:?}");
+    assert!(versions[0][2].contains("not all members read version 5: n1 n2 n3"), "{ran:?}");
     let finalized = dev.ctl(&["cluster", "finalize"]).run();
-    finalized.refused(1, "n1 (up to 3), n2 (up to 3), n3 (up to 3); let them run the newer server");
+    finalized.refused(1, "n1 (up to 4), n2 (up to 4), n3 (up to 4); let them run the newer server");
     let members = dev.json(&["cluster", "members"]);
     let reads = members.as_array().unwrap().iter().map(|member| member["version"].clone());
-    assert_eq!(reads.collect::<Vec<_>>(), [3, 3, 3, 4]);
+    assert_eq!(reads.collect::<Vec<_>>(), [4, 4, 4, 5]);
     dev.end();
 }
 
@@ -268,7 +268,7 @@ fn data_directories_are_looked_into_with_care() {
     server.kill();
 
     let whole = inspect(&data).expect(0);
-    assert!(whole.out.contains("digest ok") && whole.out.contains("version     3"), "{whole:?}");
+    assert!(whole.out.contains("digest ok") && whole.out.contains("version     4"), "{whole:?}");
     let dry = force(&data, "--dry-run").expect(0);
     assert!(dry.out.contains("cluster id: a new one"), "{dry:?}");
     let files = || fs::read_dir(&data).unwrap().map(|it| it.unwrap().path());

@@ -98,7 +98,7 @@ fn a_cluster_is_looked_after() {
     dev.run(&["drain", "n2", "--undo"]);
     dev.run(&["cluster", "snapshot"]);
     assert!(dev.json(&["cluster", "snapshot", "n3"])["index"].as_u64() > Some(1));
-    assert_eq!(dev.json(&["cluster", "finalize"])["cluster_version"], 3);
+    assert_eq!(dev.json(&["cluster", "finalize"])["cluster_version"], 4);
     dev.ctl(&["cluster", "remove", "n9"]).run().refused(1, "no member");
     let remove_with = |token: &str| {
         dev.ctl(&["cluster", "remove", "n3"]).env("DFLOCKD_ADMIN_TOKEN_FILE", token).run()

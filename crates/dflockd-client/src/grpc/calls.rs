@@ -96,7 +96,9 @@ calls! {
             Err(failure @ (Failure::Gone | Failure::Broken)) => Err(failure),
             Ok(_) | Err(Failure::Refused(_) | Failure::NotLeader(_)) => Ok(Reply::Ok),
         };
-        Request::Stats => Stats(message: MembersRequest = MembersRequest {}) match members(api, message).await {
+        Request::Stats | Request::Members => Stats(
+            message: MembersRequest = MembersRequest {}
+        ) match members(api, message).await {
             Err(Failure::Refused(Reason::NoCluster)) => Ok(Reply::Json(json!({}))),
             members => Ok(Reply::Json(json!({ "cluster": members? }))),
         };

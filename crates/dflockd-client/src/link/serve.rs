@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use dflockd_wire::{ErrorCode, Query, Request};
 
-use super::{Kind, Link, Lost};
+use super::{Kind, Link, Lost, OnDisconnect, Sent};
 use crate::clock::Instant;
 use crate::cluster::{Cluster, GREETING_MAX, Route, Told};
 use crate::error::Error;
@@ -25,6 +25,8 @@ const UNREAD_MAX: Duration = Duration::from_secs(10);
 /// The pace at which a member is asked how it is while nothing depends on it.
 const PACE_IDLE: Duration = Duration::from_secs(5);
 const PACE_MIN: Duration = Duration::from_millis(100);
+/// How long a member may take to say that it is there: longer than the kernel takes to send a lost packet again.
+const HASTY_MIN: Duration = Duration::from_millis(250);
 /// The part of a lease after which silence is asked about.
 const PACE_OF_LEASE: u32 = 10;
 /// How long a member may be out of touch with the leader: longer than an election takes.
@@ -72,26 +74,53 @@ pub(super) async fn run(link: Arc<Link>, connection: Connection) {
 /// When a connection was last heard, and since when it has been asked to speak.
 struct Pulse {
     heard_at: Instant,
+    /// When something was first sent since then that somebody waits for.
+    sent_at: Option<Instant>,
     asked_at: Option<Instant>,
 }
 
 impl Pulse {
+    fn new() -> Self {
+        Self { heard_at: Instant::now(), sent_at: None, asked_at: None }
+    }
+
     fn hear(&mut self) {
-        self.heard_at = Instant::now();
-        self.asked_at = None;
+        *self = Self::new();
+    }
+
+    /// When to ask a silent connection to speak, or to give it up if it was asked.
+    ///
+    /// `hasty`: somebody waits for an answer that another member could give. Then a third of the pace is enough of
+    /// silence, and two thirds are for the answer: as much as a packet needs that is lost twice. A request that rightly
+    /// takes long, a wait for a lock, changes that once: when the connection has spoken there is nothing unheard.
+    fn next(&self, pace: Duration, patience: Duration, hasty: bool) -> Instant {
+        let sent_at = self.sent_at.filter(|_| hasty);
+        match (self.asked_at, sent_at) {
+            (None, None) => self.heard_at + pace,
+            (None, Some(sent_at)) => (self.heard_at + pace).min(sent_at + (pace / 3).max(PACE_MIN)),
+            (Some(asked_at), None) => asked_at + patience,
+            (Some(asked_at), Some(sent_at)) => {
+                let answer = (pace * 2 / 3).max(HASTY_MIN);
+                (asked_at + patience).min(asked_at.max(sent_at) + answer)
+            }
+        }
     }
 }
 
 /// Carries requests and answers until the connection breaks; says why it did.
 async fn serve(link: &Arc<Link>, mut connection: Connection) -> String {
-    let mut pulse = Pulse { heard_at: Instant::now(), asked_at: None };
+    let mut pulse = Pulse::new();
     let mut closed_at = None;
     loop {
         let look_at = match link.look_after(&mut pulse) {
             Ok(look_at) => look_at,
             Err(reason) => return reason.to_owned(),
         };
-        if link.queue_unsent(&mut connection) {
+        let sent = link.queue_unsent(&mut connection);
+        if sent.is_some() {
+            if sent == Some(Sent::Awaited) {
+                pulse.sent_at.get_or_insert_with(Instant::now);
+            }
             let hear = |incoming| {
                 pulse.hear();
                 link.handle(incoming);
@@ -149,9 +178,11 @@ impl Link {
     fn look_after(&self, pulse: &mut Pulse) -> Result<Instant, &'static str> {
         let pace = self.pace();
         let Some(cluster) = self.route.cluster() else {
-            return self.look_after_silence(pulse, pace, pace);
+            return self.look_after_silence(pulse, pace, pace, false);
         };
-        let mut next = self.look_after_silence(pulse, pace, pace * 2)?;
+        // To leave a member costs a session that is not kept all that it holds.
+        let hasty = self.on_disconnect == OnDisconnect::Keep;
+        let mut next = self.look_after_silence(pulse, pace, pace * 2, hasty)?;
         let mut state = self.state.lock();
         if let Some(reason) = state.member.leave.take() {
             return Err(reason);
@@ -171,7 +202,7 @@ impl Link {
         let learn_at = cluster.learn_at();
         if learn_at.remaining().is_zero() {
             cluster.handle_asked();
-            state.push_as(Kind::Members, &Request::Stats);
+            state.push_as(Kind::Members, &Request::Members);
         } else {
             next = next.min(learn_at);
         }
@@ -183,18 +214,18 @@ impl Link {
         pulse: &mut Pulse,
         pace: Duration,
         patience: Duration,
+        hasty: bool,
     ) -> Result<Instant, &'static str> {
-        match pulse.asked_at {
-            Some(asked_at) if asked_at.elapsed() >= patience => Err("the server is silent"),
-            Some(asked_at) => Ok(asked_at + patience),
-            None if pulse.heard_at.elapsed() >= pace => {
-                self.tell(&Request::Ping);
-                let now = Instant::now();
-                pulse.asked_at = Some(now);
-                Ok(now + patience)
-            }
-            None => Ok(pulse.heard_at + pace),
+        let next = pulse.next(pace, patience, hasty);
+        if !next.remaining().is_zero() {
+            return Ok(next);
         }
+        if pulse.asked_at.is_some() {
+            return Err("the server is silent");
+        }
+        self.tell(&Request::Ping);
+        pulse.asked_at = Some(Instant::now());
+        Ok(pulse.next(pace, patience, hasty))
     }
 
     /// Connects again, to the same session if there is one.
@@ -213,7 +244,7 @@ impl Link {
         if let Some(session) = session {
             let greeted = connection.greet(name, Session::Attach(&session), timeout).await;
             match greeted.map_err(|error| address.greeting_failed(&error))? {
-                Greeting::Accepted(session) => {
+                Greeting::Accepted { session, .. } => {
                     self.handle_connected(session, &address.name);
                     return Ok(connection);
                 }
@@ -227,7 +258,7 @@ impl Link {
         }
         let greeted = connection.greet(name, Session::New(self.on_disconnect), timeout).await;
         match greeted.map_err(|error| address.greeting_failed(&error))? {
-            Greeting::Accepted(session) => {
+            Greeting::Accepted { session, .. } => {
                 self.handle_connected(session, &address.name);
                 Ok(connection)
             }
@@ -237,7 +268,7 @@ impl Link {
         }
     }
 
-    /// The same at any member: those that can be reached are tried one after the other.
+    /// Connects again to any member of the cluster: those that can be reached are tried one after the other.
     async fn reconnect_within(&self, cluster: &Arc<Cluster>) -> Result<Connection, Error> {
         let mut candidates = cluster.candidates();
         let mut last: Option<Error> = None;
@@ -271,7 +302,7 @@ impl Link {
         let greeted = connection.greet(&address.client_name, wanted, GREETING_MAX).await;
         let greeting = greeted.map_err(|error| address.greeting_failed(&error))?;
         match greeting {
-            Greeting::Accepted(session) => {
+            Greeting::Accepted { session, .. } => {
                 self.state.lock().member.ghosts -= is_attempt;
                 self.handle_connected(session, &address.name);
                 Ok(connection)
@@ -299,5 +330,38 @@ impl Link {
                 Err(address.unreachable(code.text()))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACE: Duration = Duration::from_secs(1);
+    const PATIENCE: Duration = Duration::from_secs(2);
+
+    #[test]
+    fn silence_is_asked_about_sooner_while_somebody_waits() {
+        let base = Instant::now();
+        let at = |ms| base + Duration::from_millis(ms);
+        let next = |sent: Option<u64>, asked: Option<u64>, pace, hasty| {
+            let (sent_at, asked_at) = (sent.map(at), asked.map(at));
+            Pulse { heard_at: base, sent_at, asked_at }.next(pace, pace * 2, hasty)
+        };
+        assert_eq!(next(None, None, PACE, true), at(1000));
+        assert_eq!(next(Some(100), None, PACE, false), at(1000), "the session is not kept");
+        assert!(next(Some(100), None, PACE, true) < at(434));
+        assert_eq!(next(Some(900), None, PACE, true), at(1000), "never later than without");
+        assert_eq!(next(None, Some(1000), PACE, true), base + PACE + PATIENCE);
+        assert_eq!(next(Some(100), Some(434), PACE, false), at(434) + PATIENCE);
+        assert!(next(Some(100), Some(434), PACE, true) < at(1101));
+        let late = next(Some(1900), Some(1000), PACE, true);
+        assert!(late > at(2500) && late < at(2567), "a request has time to be answered, too");
+        // A short lease is no reason to take a lost packet for the end.
+        let short = Duration::from_millis(150);
+        assert_eq!(next(Some(0), None, short, true), at(100));
+        assert_eq!(next(Some(0), Some(100), short, true), at(350));
+        let shorter = Duration::from_millis(100);
+        assert_eq!(next(Some(0), Some(100), shorter, true), at(300), "never later than without");
     }
 }

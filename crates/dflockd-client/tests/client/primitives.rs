@@ -406,6 +406,32 @@ async fn a_session_is_handed_over() {
     }
 }
 
+/// GUARANTEES 19: whoever takes a session over goes on with numbers that its requests have not had. No clock is asked
+/// for that: those of the earlier client are ahead of every one, as if this one's had been set back.
+#[tokio::test]
+async fn numbers_of_requests_go_on_where_they_were() {
+    let dir = dflockd_testkit::Dir::new();
+    let durable = dflockd_testkit::cluster::single(&dir);
+    for (flags, is_cluster) in [(Vec::new(), false), (durable.clone(), false), (durable, true)] {
+        let server = Process::start(&flags);
+        let mut first = dflockd_testkit::Client::connect(server.address).unwrap();
+        let greeting = first.ask("hello", "first", "mux keep");
+        let secret = greeting.strip_prefix("ok keep=").unwrap()[..32].to_owned();
+        let number = 1u64 << 62;
+        let answer = first.ask(&format!("{number} incr"), "c", "1");
+        let count: i64 = answer.rsplit(' ').next().unwrap().parse().unwrap();
+        first.ask(&format!("{} ack", number + 1), "_", &number.to_string());
+        first.reset();
+
+        let address = server.address.to_string();
+        let builder = dflockd_client::Client::builder().attach(secret);
+        let builder = if is_cluster { builder.cluster([address]) } else { builder.server(address) };
+        let heir = builder.connect().await.unwrap();
+        assert_eq!(heir.counter("c").add(1).await, Ok(count + 1), "{flags:?}");
+        held(heir.lock("k").try_acquire().await).release().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn what_can_be_asked() {
     for server in Either::both() {

@@ -1,12 +1,13 @@
 //! GUARANTEES 48: what one client can cost has a bound.
 
 use alloc::sync::Arc;
+use alloc::vec;
 use alloc::vec::Vec;
 
 use super::{add, answer, renew_session, token};
 use crate::{
-    Caller, Command, Effect, End, Grant, Idle, Limits, LimitsV2, Mode, Outcome, Refusal, RequestId,
-    SessionId, Shared, Space, Span, Store, Timestamp, Token, Usage, command,
+    Caller, Command, Effect, End, Grant, Idle, Limits, LimitsV2, Mode, Outcome, RANGE_BYTES_MAX,
+    Refusal, RequestId, SessionId, Shared, Space, Span, Store, Timestamp, Token, Usage, command,
 };
 
 struct Client {
@@ -137,6 +138,43 @@ fn only_what_may_be_granted_counts_as_a_lease() {
     }
     assert_eq!(client.ask(2, acquire(b"k", 9, None)), None);
     assert!(!client.store.may_lease(&enqueue(b"k")), "the queue is full");
+    // Readers share what a writer does not.
+    let shared = |mode| {
+        let (key, wait) = (b"rw", Span::ZERO);
+        Command::Acquire(command::Acquire { key, mode, wait, lease: None, salt: 1 })
+    };
+    assert!(matches!(client.ask(1, shared(Mode::Read)), Some(Outcome::Granted(_))));
+    assert!(client.store.may_lease(&shared(Mode::Read)));
+    assert!(!client.store.may_lease(&shared(Mode::Write)));
+}
+
+/// Idle keys are asked to make room only for a new one, and only if there are as many as may be.
+#[test]
+fn only_a_new_key_lacks_room() {
+    let mut client = Client::new(Limits { locks_max: 1, keys_max: 1, ..Limits::default() });
+    assert_eq!(client.store.lacks_room(&acquire(b"k", 0, None)), None);
+    assert_eq!(client.store.lacks_room(&add(b"n", 1, false)), None);
+    client.take(1, b"k");
+    client.ask(1, add(b"n", 1, false));
+    let push = |key| Command::Push(command::Push { key, end: End::Left, value: b"v" });
+    let set = Command::KvSet(command::KvSet { key: b"n", value: b"v", ttl: None });
+    let meet = command::BarrierWait { key: b"n", count: 2, wait: Span(9) };
+    for (command, lacks) in [
+        (acquire(b"k", 0, None), None),
+        (enqueue(b"k"), None),
+        (acquire(b"l", 0, None), Some(Idle::Locks)),
+        (enqueue(b"l"), Some(Idle::Locks)),
+        (add(b"n", 1, false), None),
+        (add(b"m", 1, false), Some(Idle::Counters)),
+        (set, Some(Idle::Counters)),
+        (push(b"list"), Some(Idle::Counters)),
+        (pop(), Some(Idle::Counters)),
+        (Command::Pop(command::Pop { key: b"list", end: End::Left, wait: None }), None),
+        (Command::BarrierWait(meet), Some(Idle::Counters)),
+        (Command::Tick, None),
+    ] {
+        assert_eq!(client.store.lacks_room(&command), lacks, "{command:?}");
+    }
 }
 
 /// Locks that nobody holds make room, longest idle first; a refusal needs live ones. By the first rules nothing does.
@@ -236,6 +274,22 @@ fn holds_and_waits_of_a_session() {
     assert_eq!(client.ask(3, enqueue(b"c")), Some(Outcome::Queued));
 }
 
+/// Who comes back to a place that was left behind waits there like anybody else, so it must be allowed to wait.
+#[test]
+fn who_comes_back_waits_for_no_more_than_others() {
+    let mut client = Client::new(Limits { waits_per_session_max: 1, ..Limits::default() });
+    client.take(1, b"k");
+    let me = Command::Identify { name: b"worker", reference: b"me" };
+    client.ask(2, me);
+    assert_eq!(client.ask(2, acquire(b"k", 9, None)), None);
+    client.ask(2, Command::Orphan { ttl: Span(100), cut: false });
+    client.ask(3, me);
+    assert_eq!(client.ask(3, pop()), None);
+    assert_eq!(client.ask(3, acquire(b"k", 9, None)), refused(Refusal::MaxWaits));
+    client.at(9).ask(3, Command::Tick);
+    assert_eq!(client.ask(3, acquire(b"k", 9, None)), None, "the other wait is over");
+}
+
 /// Where several stores are one server, they count what a session has together.
 #[test]
 fn several_stores_count_together() {
@@ -262,6 +316,20 @@ fn several_stores_count_together() {
     other.take(1, b"a");
     other.take(1, b"b");
     assert_eq!(other.lock(1, b"c"), refused(Refusal::MaxHolds), "nothing was left behind");
+}
+
+/// A place that ran out unclaimed is only a note, which nobody waits for.
+#[test]
+fn a_note_counts_as_no_wait_in_any_store() {
+    let limits = Limits { waits_per_session_max: 1, default_lease: Span(5), ..Limits::default() };
+    let usage = Arc::new(Usage::default());
+    let mut clients = [(); 2].map(|()| Client::sharing(limits.clone(), &usage));
+    assert!(matches!(clients[0].ask(1, enqueue(b"k")), Some(Outcome::Acquired(_))));
+    assert_eq!(clients[1].ask(1, pop()), refused(Refusal::MaxWaits));
+    clients[0].at(5).ask(1, Command::Tick);
+    assert_eq!(clients[1].ask(1, pop()), None);
+    let wait = Command::Wait(command::Wait { key: b"k", space: Space::Locks, wait: Span(9) });
+    assert_eq!(clients[0].ask(1, wait), refused(Refusal::LeaseExpired), "there is a note");
 }
 
 /// A request whose result is kept.
@@ -296,4 +364,45 @@ fn results_of_several_stores_are_forgotten_together() {
     assert_eq!(later, Outcome::Number(1), "made later than those that are gone");
     assert_eq!(add_once(&mut clients[0], 3), Outcome::Refused(Refusal::Forgotten));
     assert_eq!(add_once(&mut clients[0], 4), Outcome::Number(3));
+    // What its client has seen is gone for good, and the rest is known as before.
+    let seen = Command::Acknowledge(command::Acknowledge { up_to: RequestId(1) });
+    clients[1].ask(1, seen);
+    assert_eq!(clients[1].store.results_made(SessionId(1)), [(4, 64)]);
+}
+
+/// The results that are kept for retries have a bound in bytes, the oldest goes first.
+#[test]
+fn kept_results_have_a_bound_in_bytes() {
+    let mut client = Client::new(Limits { results_bytes_max: 3 * 64 + 1, ..Limits::default() });
+    for request in 1..=4 {
+        let made = i64::try_from(request).expect("small");
+        assert_eq!(add_once(&mut client, request), Outcome::Number(made));
+    }
+    assert_eq!(add_once(&mut client, 1), Outcome::Refused(Refusal::Forgotten));
+    assert_eq!(add_once(&mut client, 2), Outcome::Number(2), "it is kept");
+}
+
+/// A range answers with the first items that fit into one answer, each with something for its place.
+#[test]
+fn a_range_has_a_bound_in_bytes() {
+    let mut client = Client::new(Limits::default());
+    let sixteenth = RANGE_BYTES_MAX / 16 - 16;
+    for (key, bytes) in [(&b"fits"[..], sixteenth), (b"too large", sixteenth + 1)] {
+        let value = vec![b'v'; bytes];
+        for length in 1..=17 {
+            let push = Command::Push(command::Push { key, end: End::Right, value: &value });
+            assert_eq!(client.ask(1, push), Some(Outcome::Number(length)));
+        }
+    }
+    let range = |key, start, stop| {
+        let outcome = client.store.list_range(key, start, stop);
+        let is_all = matches!(outcome, Outcome::Items(_));
+        let (Outcome::Items(items) | Outcome::Part(items)) = outcome else { panic!("{outcome:?}") };
+        (items.len(), is_all)
+    };
+    assert_eq!(range(b"fits", 0, 15), (16, true));
+    assert_eq!(range(b"fits", 0, -1), (16, false));
+    assert_eq!(range(b"fits", 1, -1), (16, true));
+    assert_eq!(range(b"too large", 0, 15), (15, false));
+    assert_eq!(range(b"too large", 0, 14), (15, true));
 }

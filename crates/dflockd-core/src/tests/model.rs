@@ -34,6 +34,8 @@ pub(super) struct Model {
     lists: BTreeMap<Bytes, List>,
     barriers: BTreeMap<Bytes, Barrier>,
     sessions: BTreeMap<SessionId, Session>,
+    /// Of the sessions that have said one.
+    references: BTreeMap<SessionId, Bytes>,
     blocked: Vec<Blocked>,
     /// In the order in which they were made.
     subscribers: Vec<Subscriber>,
@@ -63,7 +65,9 @@ struct Hold {
     token: Token,
     /// None once its session ended without releasing it.
     owner: Option<SessionId>,
-    writes: bool,
+    /// The reference of the client that left it behind and may come back for it.
+    left_by: Option<Bytes>,
+    mode: Mode,
     /// When the lease ends if no leader changes.
     base: Timestamp,
     /// The lease it was asked for with.
@@ -73,6 +77,7 @@ struct Hold {
 #[derive(Clone)]
 struct Waiter {
     session: SessionId,
+    since: Timestamp,
     mode: Mode,
     lease: Span,
     salt: u64,
@@ -80,10 +85,23 @@ struct Waiter {
 }
 
 /// What a place in a queue belongs to.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 enum Place {
     Acquire(RequestId),
     Enqueue,
+    /// A client that may come back has left it behind; by its end.
+    Left {
+        reference: Bytes,
+        until: Timestamp,
+        timer: u64,
+    },
+}
+
+/// What a client has left behind.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Orphan {
+    Hold(Fence),
+    Place { until: Timestamp, timer: u64 },
 }
 
 struct Counter {
@@ -170,6 +188,8 @@ enum Due {
     Open,
     Lease(LockId, Token),
     Limit(SessionId, RequestId),
+    /// Of a place that was left behind.
+    Place(LockId, u64),
     Ttl(Bytes),
     Detached(SessionId),
 }
@@ -203,6 +223,7 @@ impl Model {
             lists: BTreeMap::new(),
             barriers: BTreeMap::new(),
             sessions: BTreeMap::new(),
+            references: BTreeMap::new(),
             blocked: Vec::new(),
             subscribers: Vec::new(),
             turns: BTreeMap::new(),
@@ -311,6 +332,11 @@ impl Model {
                 Due::Open => self.promote_all(),
                 Due::Lease(id, token) => self.end_hold(&id, token, Ending::Expired),
                 Due::Limit(session, request) => self.reach_limit(session, request),
+                Due::Place(id, timer) => {
+                    let lock = self.locks.get_mut(&id).expect("a waiter keeps the lock");
+                    lock.queue.retain(|waiter| waiter.left_as().is_none_or(|it| it.1 != timer));
+                    self.promote(&id);
+                }
                 Due::Ttl(key) => {
                     self.entries.remove(&key);
                 }
@@ -341,6 +367,11 @@ impl Model {
                 consider((self.lease_end(*base), 1, token.fence.0), &|| {
                     Due::Lease(id.clone(), *token)
                 });
+            }
+        }
+        for (id, lock) in &self.locks {
+            for (until, timer) in lock.queue.iter().filter_map(Waiter::left_as) {
+                consider((until, 2, timer), &|| Due::Place(id.clone(), timer));
             }
         }
         for blocked in &self.blocked {
@@ -568,14 +599,21 @@ impl Model {
                 }
                 None
             }
-            Command::Orphan { ttl } => {
+            Command::Identify { name: _, reference } => {
+                self.sessions.entry(session).or_default();
+                if !reference.is_empty() {
+                    self.references.entry(session).or_insert_with(|| reference.into());
+                }
+                None
+            }
+            Command::Orphan { ttl, cut } => {
                 let end = self.now + ttl;
                 for hold in self.locks.values_mut().flat_map(|lock| &mut lock.holds) {
-                    if hold.owner == Some(session) {
+                    if hold.owner == Some(session) && cut {
                         hold.base = hold.base.min(end);
                     }
                 }
-                self.end_session(session, None);
+                self.leave(session, end);
                 None
             }
             Command::EndSession { release, forced } => {
@@ -599,7 +637,11 @@ impl Model {
         match outcome {
             Outcome::Granted(grant) | Outcome::Acquired(grant) => {
                 let holds = self.holds();
-                if let Some((id, token)) = holds.into_iter().find(|(_, t)| *t == grant.token) {
+                let found = holds.into_iter().find(|(_, t)| *t == grant.token);
+                // A client that may come back for it gets it then.
+                if let Some((id, token)) = found
+                    && self.hold(&id, token).is_some_and(|hold| hold.left_by.is_none())
+                {
                     self.end_hold(&id, token, Ending::Undone);
                 }
             }
@@ -723,8 +765,16 @@ impl Model {
         if self.holds_all_it_may(caller.session) {
             return Some(Outcome::Refused(Refusal::MaxHolds));
         }
-        let place = Place::Acquire(caller.request);
-        let waiter = Waiter { session: caller.session, mode, lease, salt, place };
+        if let Some(orphan) = self.left_behind(caller.session, &id, mode) {
+            let waits = matches!(orphan, Orphan::Place { .. }) && wait > Span::ZERO;
+            if waits && self.waits_for_all_it_may(caller.session) {
+                return Some(Outcome::Refused(Refusal::MaxWaits));
+            }
+            self.take_back(caller.session, &id, orphan, lease, salt);
+            return self.wait(caller, id, wait);
+        }
+        let (place, since) = (Place::Acquire(caller.request), self.now);
+        let waiter = Waiter { session: caller.session, since, mode, lease, salt, place };
         match self.ask(&id, &waiter) {
             Err(refusal) => Some(Outcome::Refused(refusal)),
             Ok(Some(grant)) => Some(Outcome::Granted(grant)),
@@ -759,7 +809,13 @@ impl Model {
         if self.waits_for_all_it_may(session) {
             return Outcome::Refused(Refusal::MaxWaits);
         }
-        let waiter = Waiter { session, mode, lease, salt, place: Place::Enqueue };
+        if let Some(orphan) = self.left_behind(session, &id, mode) {
+            let token = self.take_back(session, &id, orphan, lease, salt);
+            return token
+                .map_or(Outcome::Queued, |token| Outcome::Acquired(Grant { token, lease }));
+        }
+        let since = self.now;
+        let waiter = Waiter { session, since, mode, lease, salt, place: Place::Enqueue };
         let grant = match self.ask(&id, &waiter) {
             Err(refusal) => return Outcome::Refused(refusal),
             Ok(grant) => grant,
@@ -842,12 +898,16 @@ impl Model {
         let token = Token { fence: Fence(self.fence_next), salt: waiter.salt };
         self.fence_next += 1;
         self.granted.push((id.clone(), token));
-        let base = self.now + waiter.lease;
+        let mut base = self.now + waiter.lease;
         let lock = self.locks.get_mut(id).expect("the lock exists");
         lock.idle_since = None;
-        let writes = waiter.mode == Mode::Write;
-        let (owner, lease) = (Some(waiter.session), waiter.lease);
-        lock.holds.push(Hold { token, owner, writes, base, lease });
+        let (mut owner, mut left_by) = (Some(waiter.session), None);
+        if let Place::Left { reference, until, .. } = &waiter.place {
+            (owner, left_by) = (None, Some(reference.clone()));
+            base = base.min(*until);
+        }
+        let &Waiter { mode, lease, .. } = waiter;
+        lock.holds.push(Hold { token, owner, left_by, mode, base, lease });
         let elects = waiter.mode == Mode::Election;
 
         if promoted && self.is_mutex(id) {
@@ -910,6 +970,7 @@ impl Model {
                     self.finish((waiter.session, request), Outcome::Granted(grant));
                 }
                 Place::Enqueue => self.grant_record(id, waiter.session, grant),
+                Place::Left { .. } => {}
             }
         }
         let now = self.now;
@@ -962,7 +1023,211 @@ impl Model {
             return Some(Outcome::Timeout);
         }
         self.block(caller, wait, on);
+        let reference = self.references.get(&session).cloned();
+        let mode = self.locks[&id]
+            .queue
+            .iter()
+            .find(|waiter| waiter.session == session && waiter.place == Place::Enqueue);
+        let mode = mode.expect("a record without a hold has a place").mode;
+        let orphan = reference.and_then(|reference| self.orphan(&reference, &id, mode));
+        if let Some(orphan) = orphan {
+            self.reunite(&id, orphan, (session, caller.request));
+        }
         None
+    }
+
+    // Clients that come back.
+
+    /// What a client has left behind: the oldest hold, or the place that ends first.
+    fn orphan(&self, reference: &Bytes, id: &LockId, mode: Mode) -> Option<Orphan> {
+        let lock = self.locks.get(id)?;
+        let holds = lock.holds.iter();
+        let holds = holds.filter(|hold| hold.left_by.as_ref() == Some(reference));
+        let holds = holds.filter(|hold| wants_alike(hold.mode, mode));
+        let hold = holds.map(|hold| Orphan::Hold(hold.token.fence)).min();
+        let places = lock.queue.iter().filter(|waiter| wants_alike(waiter.mode, mode));
+        let places = places.filter_map(|waiter| match &waiter.place {
+            Place::Left { reference: by, until, timer } if by == reference => {
+                Some(Orphan::Place { until: *until, timer: *timer })
+            }
+            Place::Left { .. } | Place::Acquire(_) | Place::Enqueue => None,
+        });
+        hold.or(places.min())
+    }
+
+    fn left_behind(&mut self, session: SessionId, id: &LockId, mode: Mode) -> Option<Orphan> {
+        let reference = self.references.get(&session)?.clone();
+        if self.record(session, id).is_some() || self.locks.get(id)?.kind != kind_of(mode) {
+            return None;
+        }
+        self.orphan(&reference, id, mode)
+    }
+
+    /// The session gets it, as if it had enqueued itself there; the token if it is a hold.
+    fn take_back(
+        &mut self,
+        session: SessionId,
+        id: &LockId,
+        orphan: Orphan,
+        lease: Span,
+        salt: u64,
+    ) -> Option<Token> {
+        let now = self.now;
+        let lock = self.locks.get_mut(id).expect("an orphan keeps the lock");
+        let mut token = None;
+        match orphan {
+            Orphan::Hold(fence) => {
+                let hold = lock.holds.iter_mut().find(|hold| hold.token.fence == fence);
+                let hold = hold.expect("it was just found");
+                (hold.owner, hold.left_by) = (Some(session), None);
+                (hold.base, hold.lease) = (now + lease, lease);
+                token = Some(hold.token);
+            }
+            Orphan::Place { timer, .. } => {
+                let same = |waiter: &&mut Waiter| waiter.left_as().is_some_and(|it| it.1 == timer);
+                let waiter = lock.queue.iter_mut().find(same).expect("it was just found");
+                (waiter.session, waiter.place) = (session, Place::Enqueue);
+                (waiter.lease, waiter.salt) = (lease, salt);
+            }
+        }
+        let state = self.sessions.entry(session).or_default();
+        state.notes.retain(|note| note != id);
+        state.records.push(Record { lock: id.clone(), lease, hold: token });
+        token
+    }
+
+    /// Ends a session whose client may come back until `until`, if it has said who it is.
+    fn leave(&mut self, session: SessionId, until: Timestamp) {
+        let Some(reference) = self.references.get(&session).cloned() else {
+            return self.end_session(session, None);
+        };
+        let mut state = self.sessions.remove(&session).unwrap_or_default();
+        state.records.sort_by(|a, b| a.lock.cmp(&b.lock));
+        let mut places: Vec<(LockId, Place)> = Vec::new();
+        for record in state.records.iter().filter(|record| record.hold.is_none()) {
+            places.push((record.lock.clone(), Place::Enqueue));
+        }
+        let mut blocked: Vec<Blocked> =
+            self.blocked.iter().filter(|b| b.session == session).cloned().collect();
+        blocked.sort_by_key(|blocked| blocked.request);
+        for Blocked { request, on, .. } in blocked {
+            match on {
+                On::Acquire(id) => places.push((id, Place::Acquire(request))),
+                On::Wait(_) => {}
+                // These do not wait for anybody.
+                On::Pop(_) | On::Barrier(_) => continue,
+            }
+            self.unblock(session, request);
+        }
+        let mut orphans = Vec::new();
+        let mut left = Vec::new();
+        for (id, place) in places {
+            let locks = self.locks.values().flat_map(|lock| &lock.queue);
+            let kept = count(locks.filter_map(Waiter::left_as).count()).unsigned_abs();
+            let max = self.limits.waits_per_session_max;
+            if max > 0 && kept >= max {
+                self.leave_queue(&id, session, place);
+                left.push(id);
+                continue;
+            }
+            let timer = self.new_timer();
+            let lock = self.locks.get_mut(&id).expect("a waiter keeps the lock");
+            let is_it = |it: &&mut Waiter| it.session == session && it.place == place;
+            let waiter = lock.queue.iter_mut().find(is_it).expect("it waits");
+            waiter.place = Place::Left { reference: reference.clone(), until, timer };
+            orphans.push((id, Orphan::Place { until, timer }));
+        }
+        let mut holds = Vec::new();
+        for (id, lock) in &mut self.locks {
+            for hold in lock.holds.iter_mut().filter(|hold| hold.owner == Some(session)) {
+                hold.left_by = Some(reference.clone());
+                holds.push((id.clone(), Orphan::Hold(hold.token.fence)));
+            }
+        }
+        holds.sort_by_key(|(_, orphan)| *orphan);
+        self.end_session(session, None);
+        for id in left {
+            self.promote(&id);
+        }
+        orphans.extend(holds);
+        for (id, orphan) in orphans {
+            self.find_owner(&id, orphan, &reference);
+        }
+    }
+
+    /// Gives an orphan to the first session of its client that waits for the lock.
+    fn find_owner(&mut self, id: &LockId, orphan: Orphan, reference: &Bytes) {
+        let lock = &self.locks[id];
+        let mode = match orphan {
+            Orphan::Hold(fence) => {
+                lock.holds.iter().find(|hold| hold.token.fence == fence).map(|hold| hold.mode)
+            }
+            Orphan::Place { timer, .. } => {
+                let same = |it: &&Waiter| it.left_as().is_some_and(|it| it.1 == timer);
+                lock.queue.iter().find(same).map(|waiter| waiter.mode)
+            }
+        };
+        // A place may have become a hold meanwhile.
+        let Some(mode) = mode else { return };
+        let waits = |blocked: &&Blocked| {
+            let place = match &blocked.on {
+                On::Acquire(on) if on == id => Place::Acquire(blocked.request),
+                On::Wait(on) if on == id => Place::Enqueue,
+                On::Acquire(_) | On::Wait(_) | On::Pop(_) | On::Barrier(_) => return false,
+            };
+            let mut queue = lock.queue.iter();
+            let waiter = queue.find(|it| it.session == blocked.session && it.place == place);
+            waiter.is_some_and(|waiter| wants_alike(waiter.mode, mode))
+                && self.references.get(&blocked.session) == Some(reference)
+        };
+        let waiting = self.blocked.iter().filter(waits).min_by_key(|b| (b.until, b.timer));
+        if let Some(&Blocked { session, request, .. }) = waiting {
+            self.reunite(id, orphan, (session, request));
+        }
+    }
+
+    /// A request that waits gets an orphan in place of its own place.
+    fn reunite(&mut self, id: &LockId, orphan: Orphan, (session, request): (SessionId, RequestId)) {
+        let blocked = self.blocked.iter().find(|b| b.session == session && b.request == request);
+        let blocked = blocked.expect("it waits").clone();
+        let place = match blocked.on {
+            On::Wait(_) => Place::Enqueue,
+            On::Acquire(_) | On::Pop(_) | On::Barrier(_) => Place::Acquire(request),
+        };
+        let lock = self.locks.get_mut(id).expect("a waiter keeps the lock");
+        let is_it = |it: &Waiter| it.session == session && it.place == place;
+        let own = lock.queue.iter().position(is_it).expect("it waits");
+        match orphan {
+            Orphan::Hold(fence) => {
+                let waiter = lock.queue.remove(own);
+                let base = self.now + waiter.lease;
+                let hold = lock.holds.iter_mut().find(|hold| hold.token.fence == fence);
+                let hold = hold.expect("it was just found");
+                (hold.owner, hold.left_by) = (Some(session), None);
+                (hold.base, hold.lease) = (base, waiter.lease);
+                let grant = Grant { token: hold.token, lease: waiter.lease };
+                if place == Place::Enqueue {
+                    self.remove_record(session, id);
+                }
+                self.finish((session, request), Outcome::Granted(grant));
+            }
+            Orphan::Place { timer, .. } => {
+                let same = |it: &Waiter| it.left_as().is_some_and(|it| it.1 == timer);
+                let ahead = lock.queue.iter().position(same).expect("it was just found");
+                if lock.queue[ahead].since >= lock.queue[own].since {
+                    return;
+                }
+                let since = lock.queue[ahead].since;
+                let waiter = lock.queue.remove(own);
+                lock.queue[ahead] = Waiter { since, ..waiter };
+                let timer = self.new_timer();
+                let blocked = self.blocked.iter_mut();
+                for blocked in blocked.filter(|b| b.session == session && b.request == request) {
+                    blocked.timer = timer;
+                }
+            }
+        }
+        self.promote(id);
     }
 
     fn record(&mut self, session: SessionId, id: &LockId) -> Option<&mut Record> {
@@ -1055,6 +1320,7 @@ impl Model {
 
     /// Holds end with `ending`, or go on without an owner if there is none.
     fn end_session(&mut self, session: SessionId, ending: Option<Ending>) {
+        self.references.remove(&session);
         let topics: Vec<Topic> = self.topics_of(session);
         for topic in &topics {
             self.unsubscribe(session, topic);
@@ -1463,7 +1729,9 @@ impl Lock {
     fn has_room_for(&self, mode: Mode) -> bool {
         match (self.kind, mode) {
             (Kind::Slots(limit), _) => count(self.holds.len()) < i64::from(limit),
-            (Kind::ReadWrite, Mode::Read) => !self.holds.iter().any(|hold| hold.writes),
+            (Kind::ReadWrite, Mode::Read) => {
+                !self.holds.iter().any(|hold| hold.mode == Mode::Write)
+            }
             (
                 Kind::ReadWrite,
                 Mode::Write | Mode::Mutex | Mode::Election | Mode::Semaphore { .. },
@@ -1500,6 +1768,22 @@ impl Topic {
     }
 }
 
+impl Waiter {
+    /// When the place ends and the number of its timer, if its client has left.
+    fn left_as(&self) -> Option<(Timestamp, u64)> {
+        match self.place {
+            Place::Left { until, timer, .. } => Some((until, timer)),
+            Place::Acquire(_) | Place::Enqueue => None,
+        }
+    }
+}
+
+/// Whether two requests for one lock are the same request.
+fn wants_alike(a: Mode, b: Mode) -> bool {
+    let wants = |mode| (mode == Mode::Write, mode == Mode::Election);
+    wants(a) == wants(b)
+}
+
 fn topic_of(subscription: Subscription<'_>) -> Topic {
     match subscription {
         Subscription::Signals { pattern, group } => {
@@ -1530,6 +1814,7 @@ pub(super) fn is_answered(command: &Command<'_>) -> bool {
         | Command::Undo(_)
         | Command::Detach { .. }
         | Command::Attach
+        | Command::Identify { .. }
         | Command::Orphan { .. }
         | Command::EndSession { .. } => false,
         Command::Acquire(_)

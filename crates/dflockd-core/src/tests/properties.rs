@@ -30,8 +30,8 @@ use super::{
 };
 use crate::{
     Bytes, Caller, Command, Effect, End, Event, Expect, Fence, Grant, LeaderEvent, Limits,
-    LimitsV2, LostReason, Mode, Outcome, OwnedCommand, Push, Query, Refusal, RequestId, Revision,
-    SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
+    LimitsV2, LostReason, Mode, Only, Outcome, OwnedCommand, Push, Query, Refusal, RequestId,
+    Revision, SessionId, Shared, Space, Span, Store, Subscription, Timestamp, Token, command,
 };
 
 const CASES: u64 = 40_000;
@@ -48,6 +48,8 @@ const PATTERNS: [&[u8]; 14] = [
 const BAD_PATTERNS: [&[u8]; 5] = [b"a*", b"a.>.b", b">.", b"a.b>", b"a/b*"];
 const GROUPS: [&[u8]; 3] = [b"", b"g", b"h"];
 const VALUES: [&[u8]; 4] = [b"x", b"yy", b"zzz", b"too-long"];
+/// Of clients, some of whom share one.
+const REFERENCES: [&[u8]; 4] = [b"", b"r", b"r", b"s"];
 const DELTAS: [i64; 6] = [0, 1, -1, 5, i64::MAX, i64::MIN];
 
 #[test]
@@ -89,6 +91,8 @@ struct Case {
     fences: u64,
     /// For each client, whether its results are kept.
     keeps: Vec<bool>,
+    /// For each client, what it says of itself when it comes.
+    references: Vec<&'static [u8]>,
     ops: Vec<Op>,
 }
 
@@ -209,6 +213,7 @@ impl Case {
         };
         let scarce = rng.percent(25);
         let keeps = (0..3 + rng.below(3)).map(|_| rng.percent(50)).collect::<Vec<_>>();
+        let references = keeps.iter().map(|_| rng.pick(&REFERENCES)).collect();
         // Two out of three requests for a key agree on what it is, or all would be refused.
         let favoured = [(); KEYS.len()].map(|()| any_mode(&mut rng));
         let ops = (0..COMMANDS)
@@ -237,6 +242,7 @@ impl Case {
             grants_from: Timestamp(if rng.percent(15) { 1 + rng.below(40) } else { 0 }),
             fences: if scarce { rng.below(8) } else { u64::MAX - FIRST_FENCE },
             keeps,
+            references,
             ops,
         }
     }
@@ -272,7 +278,7 @@ fn any_act(rng: &mut Random, family: Family, favoured: &[Mode; KEYS.len()]) -> A
 }
 
 fn service_act(rng: &mut Random) -> Act {
-    match rng.below(25) {
+    match rng.below(30) {
         0..=3 => Act::Fixed(Command::Tick),
         4..=5 => Act::Fixed(Command::NewTerm),
         6..=11 => Act::Cancel { back: rng.below(8) },
@@ -280,7 +286,14 @@ fn service_act(rng: &mut Random) -> Act {
         15..=17 => Act::Undo { back: rng.index(6) },
         18..=20 => Act::Detach { after: rng.below(20) },
         21..=22 => Act::Fixed(Command::Attach),
-        23 => Act::Fixed(Command::Orphan { ttl: Span::from_secs(rng.below(5)) }),
+        23..=26 => {
+            let ttl = Span(rng.pick(&[0, 3, 10, 40]));
+            Act::Fixed(Command::Orphan { ttl, cut: rng.percent(50) })
+        }
+        27 => {
+            let reference = rng.pick(&REFERENCES);
+            Act::Fixed(Command::Identify { name: reference, reference })
+        }
         _ => Act::Fixed(Command::EndSession { release: rng.percent(70), forced: rng.percent(50) }),
     }
 }
@@ -422,15 +435,18 @@ struct Run {
 
 struct Client {
     session: SessionId,
+    reference: &'static [u8],
+    /// It has said who it is.
+    known: bool,
     keep: bool,
     requests: Vec<(RequestId, Command<'static>)>,
     acknowledged: RequestId,
 }
 
 impl Client {
-    fn new(session: u64, keep: bool) -> Self {
-        let session = SessionId(session);
-        Self { session, keep, requests: Vec::new(), acknowledged: RequestId(0) }
+    fn new(session: u64, keep: bool, reference: &'static [u8]) -> Self {
+        let (session, known) = (SessionId(session), reference.is_empty());
+        Self { session, reference, known, keep, requests: Vec::new(), acknowledged: RequestId(0) }
     }
 
     fn last_request(&self) -> u64 {
@@ -446,7 +462,8 @@ impl Run {
         let mut model = Model::new(case.limits.clone(), case.grants_from);
         model.set_fences(FIRST_FENCE, ceiling);
         let store = Store::new(case.limits.clone(), 42, Arc::clone(&shared), case.grants_from);
-        let clients = (1..).zip(&case.keeps).map(|(id, keep)| Client::new(id, *keep));
+        let clients = case.keeps.iter().zip(&case.references);
+        let clients = (1..).zip(clients).map(|(id, (keep, by))| Client::new(id, *keep, by));
         Self {
             store,
             shared,
@@ -505,7 +522,12 @@ impl Run {
     }
 
     fn act(&mut self, client: usize, act: &Act) -> Result<(), String> {
-        let Client { session, keep, .. } = self.clients[client];
+        let Client { session, keep, reference, known, .. } = self.clients[client];
+        if !known {
+            self.clients[client].known = true;
+            let caller = Caller { session, request: RequestId(0), keep: false };
+            self.apply(caller, Command::Identify { name: b"client", reference })?;
+        }
         let last = self.clients[client].last_request();
         let command = match act {
             Act::Fixed(command) => *command,
@@ -576,7 +598,7 @@ impl Run {
     fn replace(&mut self, session: SessionId) {
         if let Some(client) = self.clients.iter_mut().find(|client| client.session == session) {
             self.sessions += 1;
-            *client = Client::new(self.sessions, client.keep);
+            *client = Client::new(self.sessions, client.keep, client.reference);
         }
     }
 
@@ -961,7 +983,7 @@ fn kind_of(effect: &Effect) -> String {
     text.chars().take_while(|letter| letter.is_alphabetic()).collect()
 }
 
-// Rules worth a page of their own. Each test names the promise of GUARANTEES.md that it checks.
+// Rules worth a page of their own. Each test names the promise of docs/guarantees.md that it checks.
 
 /// Store and model side by side, one command at a time; any difference is a panic.
 struct Pair {
@@ -980,6 +1002,7 @@ impl Pair {
             grants_from: Timestamp(grants_from),
             fences: 1 << 20,
             keeps: Vec::new(),
+            references: Vec::new(),
             ops: Vec::new(),
         };
         Self { run: Run::new(&case), requests: 0 }
@@ -1120,6 +1143,110 @@ fn promise_1_exclusion() {
     // An election is a mutex, and nobody is let in twice.
     pair.lock(1, b"e", Mode::Election, 10);
     assert_eq!(pair.ask(1, acquire(b"e", Mode::Mutex, 0, 10)), Outcome::Timeout);
+}
+
+fn identify(reference: &[u8]) -> Command<'_> {
+    Command::Identify { name: b"client", reference }
+}
+
+fn orphan(ttl: u64) -> Command<'static> {
+    Command::Orphan { ttl: Span(ttl), cut: true }
+}
+
+/// Promises 4 and 11: a client that comes back has its token again, once, with a lease that counts from then.
+#[test]
+fn promise_4_a_client_that_comes_back_has_its_token() {
+    let mut pair = Pair::new(Limits::default());
+    for session in 1..=4 {
+        pair.send(session, identify(b"me"));
+    }
+    let token = pair.lock(1, b"k", Mode::Mutex, 100);
+    assert_eq!(pair.ask(2, acquire(b"k", Mode::Mutex, 0, 9)), Outcome::Timeout, "1 lives");
+    pair.send(1, orphan(20));
+    pair.restore();
+    assert_eq!(pair.ask(5, acquire(b"k", Mode::Mutex, 0, 9)), Outcome::Timeout, "a stranger");
+    assert_eq!(pair.ask(2, acquire(b"k", Mode::Election, 0, 9)), Outcome::Timeout, "another mode");
+    // An answer that nobody got is no reason to give it away.
+    let untold = Outcome::Granted(Grant { token, lease: Span(100) });
+    pair.send(5, Command::Undo(&untold));
+    assert_eq!(pair.at(5).ask(2, acquire(b"k", Mode::Mutex, 0, 60)), granted(token.fence.0, 60));
+    assert_eq!(pair.ask(3, acquire(b"k", Mode::Mutex, 0, 9)), Outcome::Timeout, "2 lives");
+    let waiting = pair.block(5, acquire(b"k", Mode::Mutex, 100, 9));
+    let effects = pair.at(65).send(9, Command::Tick);
+    assert_eq!(answer(effects, waiting), Some(granted(101, 9)), "not before, and not later");
+}
+
+/// Promises 5, 6 and 44: a place is kept in its order; at the head it is held for its client, no longer than it would
+/// have stayed; and those behind it move up then.
+#[test]
+fn promise_5_a_place_is_kept_for_its_client() {
+    let mut pair = Pair::new(Limits::default());
+    let held = pair.lock(1, b"k", Mode::Mutex, 100);
+    for session in [2, 3, 12, 13] {
+        pair.send(session, identify(if session % 10 == 2 { b"two" } else { b"three" }));
+    }
+    pair.block(2, acquire(b"k", Mode::Mutex, 100, 100));
+    assert_eq!(pair.ask(3, enqueue(b"k", Mode::Mutex, 100)), Outcome::Queued);
+    let last = pair.block(4, acquire(b"k", Mode::Mutex, 100, 100));
+    pair.send(2, orphan(20));
+    pair.send(3, orphan(30));
+    pair.restore();
+    assert_eq!(pair.ask(13, enqueue(b"k", Mode::Mutex, 100)), Outcome::Queued);
+    assert_eq!(pair.ask(13, enqueue(b"k", Mode::Mutex, 100)), refused(Refusal::AlreadyEnqueued));
+    let effects = pair.at(10).send(1, release(b"k", held));
+    assert_eq!(answers(&effects), [(1, Outcome::Done)], "two is the next, and is not there");
+    let held = pair.at(19).lock(12, b"k", Mode::Mutex, 50);
+    assert_eq!(held.fence, Fence(101), "it was granted when its turn came");
+    pair.send(12, orphan(5));
+    pair.at(24).send(9, Command::Tick);
+    assert_eq!(pair.ask(13, wait(b"k", 0)), granted(102, 100), "the place of three");
+    pair.send(13, orphan(1000));
+    let effects = pair.at(123).send(9, Command::Tick);
+    assert_eq!(answer(effects, last), Some(Outcome::Timeout), "a lease is not made longer");
+}
+
+/// Promise 44: whoever comes back before it is known that the other connection is gone gets what that one leaves behind
+/// at that moment, hold or place.
+#[test]
+fn promise_44_who_waits_already_gets_what_the_other_leaves() {
+    let mut pair = Pair::new(Limits::default());
+    for session in [1, 2] {
+        pair.send(session, identify(b"me"));
+    }
+    let token = pair.lock(1, b"k", Mode::Mutex, 100);
+    let other = pair.lock(3, b"q", Mode::Mutex, 100);
+    pair.block(1, acquire(b"q", Mode::Mutex, 100, 100));
+    pair.block(4, acquire(b"k", Mode::Mutex, 100, 100));
+    pair.block(4, acquire(b"q", Mode::Mutex, 100, 100));
+    let hold = pair.at(1).block(2, acquire(b"k", Mode::Mutex, 100, 50));
+    let place = pair.block(2, acquire(b"q", Mode::Mutex, 100, 50));
+    let effects = pair.at(2).send(1, orphan(20));
+    assert_eq!(answer(effects.clone(), hold), Some(granted(token.fence.0, 50)));
+    assert_eq!(answers(&effects).len(), 1);
+    let effects = pair.send(3, release(b"q", other));
+    assert_eq!(answer(effects, place), Some(granted(102, 50)), "ahead of 4");
+}
+
+/// Promise 48: the places of clients that are gone are no more than those of one session may be.
+#[test]
+fn promise_48_few_places_are_kept() {
+    let mut pair = Pair::new(Limits { waits_per_session_max: 2, ..Limits::default() });
+    let held = pair.lock(1, b"k", Mode::Mutex, 100);
+    for session in 2..=4 {
+        pair.send(session, identify(b"me"));
+        pair.block(session, acquire(b"k", Mode::Mutex, 100, 100));
+    }
+    for session in 2..=4 {
+        pair.send(session, orphan(50));
+    }
+    let waiters =
+        |pair: &Pair| pair.run.store.view_locks(b"k", Only::All, pair.run.now, 9)[0].waiters_total;
+    assert_eq!(waiters(&pair), 2);
+    pair.send(1, release(b"k", held));
+    assert_eq!(waiters(&pair), 1, "one is held for its client");
+    pair.at(50).send(1, Command::Tick);
+    assert_eq!(waiters(&pair), 0);
+    pair.lock(1, b"k", Mode::Mutex, 100);
 }
 
 /// Promise 3: fences grow, whatever becomes of the key in between.

@@ -8,11 +8,11 @@
 use std::vec::Drain;
 
 use bytes::Bytes;
-use dflockd_core::{Effect, Outcome, Refusal, RequestId, SessionId, Span, Urgency};
+use dflockd_core::bugs::{Bug, bug};
+use dflockd_core::{Outcome, Refusal, RequestId, SessionId, Span, Urgency};
 
 use dflockd_replica::admin::AdminRequest;
-use dflockd_replica::machine::Event;
-use dflockd_replica::types::{Item, RaftId, Run};
+use dflockd_replica::types::{Incarnation, Proposal, RaftId};
 use dflockd_replica::{MadeSnapshot, NodeEvent, Outputs, OwnedQuery, Replica, codec};
 
 use super::combiner::Queue;
@@ -43,8 +43,10 @@ pub(crate) struct Inputs {
     reads: usize,
     frames: usize,
     frames_bytes: usize,
+    /// The next incarnation is asked for.
+    renews: bool,
     /// Some of it takes long and is left to the replica's thread.
-    heavy: bool,
+    needs_timer_thread: bool,
 }
 
 /// What there is to know about an item besides its bytes.
@@ -59,29 +61,52 @@ struct Head {
 
 /// What is no client's command.
 pub(crate) enum Input {
-    Frame { from: RaftId, bytes: Bytes, bulk: bool },
-    Unreachable { peer: RaftId, refused: bool },
+    Frame {
+        from: RaftId,
+        bytes: Bytes,
+        bulk: bool,
+    },
+    Unreachable {
+        peer: RaftId,
+        refused: bool,
+    },
     Written(u64),
     Snapshot(Option<MadeSnapshot>),
-    Room { low: bool },
-    Read { session: SessionId, request: RequestId, query: OwnedQuery },
-    Job { id: u64, linear: bool },
-    Admin { id: u64, request: AdminRequest },
-    RenewRun(Run),
+    Room {
+        low: bool,
+    },
+    Read {
+        session: SessionId,
+        request: RequestId,
+        query: OwnedQuery,
+    },
+    /// A look at the state: as of now for the whole cluster, or as this node has it; `brief` if it takes no longer than
+    /// a command.
+    Job {
+        id: u64,
+        linear: bool,
+        brief: bool,
+    },
+    Admin {
+        id: u64,
+        request: AdminRequest,
+    },
+    RenewIncarnation(Incarnation),
 }
 
 impl Input {
     /// Whether it may take long.
-    pub(super) fn is_heavy(&self) -> bool {
+    pub(super) fn needs_timer_thread(&self) -> bool {
         match self {
             Self::Frame { bulk, .. } => *bulk,
-            Self::Snapshot(_) | Self::Job { .. } => true,
+            Self::Snapshot(_) => true,
+            Self::Job { brief, .. } => !brief,
             Self::Unreachable { .. }
             | Self::Written(_)
             | Self::Room { .. }
             | Self::Read { .. }
             | Self::Admin { .. }
-            | Self::RenewRun(_) => false,
+            | Self::RenewIncarnation(_) => false,
         }
     }
 }
@@ -95,8 +120,8 @@ impl Queue for Inputs {
         self.heads.is_empty() && self.others.is_empty()
     }
 
-    fn is_heavy(&self) -> bool {
-        self.heavy
+    fn needs_timer_thread(&self) -> bool {
+        self.needs_timer_thread
     }
 }
 
@@ -110,8 +135,7 @@ impl Inputs {
                 // What is repeated may have had its effect before, through this node or another.
                 let why = if keep { Refusal::Forgotten } else { Refusal::Unavailable };
                 let outcome = Outcome::Refused(why);
-                let effect = Effect::Reply { session, request, outcome };
-                outputs.events.push(NodeEvent::Machine(Event::Effect(effect)));
+                outputs.events.push(NodeEvent::Reply { session, request, outcome, undo: false });
             }
         });
         for input in self.take_others() {
@@ -122,10 +146,12 @@ impl Inputs {
                 Input::Snapshot(made) => replica.handle_snapshot(made, outputs),
                 Input::Room { low } => replica.handle_room(low),
                 Input::Read { session, request, query } => replica.read(session, request, query),
-                Input::Job { id, linear: true } => replica.read_job(id),
-                Input::Job { id, linear: false } => outputs.events.push(NodeEvent::Job(id, true)),
+                Input::Job { id, linear: true, .. } => replica.read_job(id),
+                Input::Job { id, linear: false, .. } => {
+                    outputs.events.push(NodeEvent::Job(id, true));
+                }
                 Input::Admin { id, request } => replica.admin(id, request),
-                Input::RenewRun(run) => replica.renew_run(run),
+                Input::RenewIncarnation(run) => replica.renew_incarnation(run),
             }
         }
         self.tidy();
@@ -134,7 +160,7 @@ impl Inputs {
     /// Takes an item. False: there is too much before it.
     pub(super) fn put_item(
         &mut self,
-        item: &Item<'_>,
+        item: &Proposal<'_>,
         wait: Option<Span>,
         urgency: Urgency,
     ) -> bool {
@@ -143,8 +169,11 @@ impl Inputs {
         {
             return false;
         }
+        if bug(Bug::InputForgotten) && item.request.0 % 64 == 63 {
+            return true;
+        }
         codec::put_item(&mut self.items, item);
-        let Item { session, request, keep, .. } = *item;
+        let Proposal { session, request, keep, .. } = *item;
         let end = self.items.len();
         self.heads.push(Head { end, session, request, keep, wait, urgency });
         true
@@ -166,16 +195,21 @@ impl Inputs {
                 self.frames += 1;
                 self.frames_bytes += bytes.len();
             }
+            // Asked for by each connection that finds no number for its session.
+            Input::RenewIncarnation(_) => {
+                if std::mem::replace(&mut self.renews, true) {
+                    return true;
+                }
+            }
             // This node's own, one at a time, or one for each of its threads that waits for an answer.
             Input::Unreachable { .. }
             | Input::Written(_)
             | Input::Snapshot(_)
             | Input::Room { .. }
             | Input::Job { .. }
-            | Input::Admin { .. }
-            | Input::RenewRun(_) => {}
+            | Input::Admin { .. } => {}
         }
-        self.heavy |= input.is_heavy();
+        self.needs_timer_thread |= input.needs_timer_thread();
         self.others.push(input);
         true
     }
@@ -193,9 +227,27 @@ impl Inputs {
 
     /// Takes all others out.
     pub(crate) fn take_others(&mut self) -> Drain<'_, Input> {
-        self.heavy = false;
+        (self.needs_timer_thread, self.renews) = (false, false);
         (self.reads, self.frames, self.frames_bytes) = (0, 0, 0);
         self.others.drain(..)
+    }
+
+    /// Whether all that waits is within its bounds: items that give something back have a quarter more room, and the
+    /// last one of each kind may be large.
+    #[cfg(feature = "sim")]
+    pub(super) fn check_bounds(&self) -> Result<(), String> {
+        let last = 2 << 20;
+        let bounds = [
+            ("items", self.heads.len(), ITEMS_MAX + ITEMS_MAX / 4 + 1),
+            ("bytes of items", self.items.len(), ITEMS_BYTES_MAX + ITEMS_BYTES_MAX / 4 + last),
+            ("reads", self.reads, READS_MAX),
+            ("frames", self.frames, FRAMES_MAX),
+            ("bytes of frames", self.frames_bytes, FRAMES_BYTES_MAX + (64 << 20)),
+        ];
+        match bounds.iter().find(|(_, count, max)| count > max) {
+            Some((what, count, max)) => Err(format!("{count} {what} wait, {max} may")),
+            None => Ok(()),
+        }
     }
 
     /// When all is taken: keeps the memory for the next ones, unless it is the memory of a flood.
@@ -217,14 +269,14 @@ mod tests {
     use dflockd_core::{Command, End, command};
 
     use super::*;
-    use dflockd_replica::types::Action;
+    use dflockd_replica::types::ProposalBody;
     use dflockd_replica::urgency;
 
     fn put(inputs: &mut Inputs, command: Command<'_>) -> bool {
-        let action = Action::Command(command);
-        let urgency = urgency(&action);
+        let body = ProposalBody::Command(command);
+        let urgency = urgency(&body);
         let (session, request) = (SessionId(1), RequestId(1));
-        let item = Item { session, epoch: 0, request, keep: false, action };
+        let item = Proposal { session, epoch: 0, request, keep: false, body };
         inputs.put_item(&item, Some(Span::ZERO), urgency)
     }
 
@@ -302,5 +354,12 @@ mod tests {
         assert!(!inputs.put(read()));
         assert_eq!(inputs.take_others().count(), FRAMES_MAX + READS_MAX);
         assert!(inputs.put(read()) && inputs.put(frame(1)));
+        inputs.take_others();
+        for _ in 0..3 {
+            assert!(inputs.put(Input::RenewIncarnation(Incarnation::new(1, 1))));
+        }
+        assert_eq!(inputs.take_others().count(), 1, "one renewal is enough");
+        assert!(inputs.put(Input::RenewIncarnation(Incarnation::new(1, 2))));
+        assert_eq!(inputs.take_others().count(), 1);
     }
 }

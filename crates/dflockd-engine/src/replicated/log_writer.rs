@@ -2,7 +2,8 @@
 //!
 //! The replica hands out [`LogWrite`]s in order and goes on; threads that serve clients and peers never wait for them.
 //! The log thread takes all that is there, writes it, syncs once for all of it, tells the replica, and drives it for
-//! what follows: the answers of a batch leave from this thread, without waking another one for them. While a sync
+//! what follows. With few requests at a time the answers leave from this thread, without waking another one for them;
+//! under load the designated thread of the combiner writes them while this one begins the next sync. While a sync
 //! hangs, requests pile up to the bounds of the replica's queue and nothing is acknowledged, but everything that needs
 //! no durable entry goes on.
 
@@ -11,14 +12,15 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dflockd_replica::disk::{Disk, RealDisk, is_out_of_descriptors};
+use dflockd_core::bugs::{Bug, bug};
+use dflockd_replica::disk::{Disk, is_out_of_descriptors};
 use dflockd_replica::log::{LogBatch, LogStore, Room};
 use dflockd_replica::{Gone, LogWrite};
 use parking_lot::{Condvar, Mutex};
 use raft::eraftpb::SnapshotMetadata;
 
 use super::Replicated;
-use super::driver::{FailNodeOnPanic, spawn};
+use super::driver::Host;
 
 /// How often the log thread looks whether a full disk has room again.
 const ROOM_LOOK: Duration = Duration::from_secs(1);
@@ -106,11 +108,46 @@ impl LogWriter {
         std::mem::take(&mut *jobs)
     }
 
+    /// Whether there is something to do.
+    #[cfg(feature = "sim")]
+    pub(super) fn has_jobs(&self) -> bool {
+        !self.jobs.lock().is_empty()
+    }
+
+    /// All jobs, without waiting for one.
+    #[cfg(feature = "sim")]
+    pub(super) fn take(&self) -> VecDeque<LogJob> {
+        std::mem::take(&mut *self.jobs.lock())
+    }
+
     /// Puts jobs that could not be done before all others.
     fn put_back(&self, left: VecDeque<LogJob>) {
         let mut jobs = self.jobs.lock();
         let later = std::mem::replace(&mut *jobs, left);
         jobs.extend(later);
+    }
+}
+
+/// What the log thread works with.
+pub(super) struct LogThread<D: Disk> {
+    written: WrittenLog<D>,
+    front: Arc<Replicated>,
+    host: Arc<dyn Host>,
+}
+
+impl<D: Disk> LogThread<D> {
+    pub(super) fn new(log: LogStore<D>, front: Arc<Replicated>, host: Arc<dyn Host>) -> Self {
+        Self { written: WrittenLog::new(log), front, host }
+    }
+
+    pub(super) fn front(&self) -> &Arc<Replicated> {
+        &self.front
+    }
+
+    /// The log, before the thread begins.
+    #[cfg(feature = "sim")]
+    pub(super) fn log(&mut self) -> &mut LogStore<D> {
+        &mut self.written.log
     }
 
     /// What the log thread does until the node stops.
@@ -118,77 +155,66 @@ impl LogWriter {
     /// # Errors
     ///
     /// If the log can not be written: the node must stop.
-    pub(super) fn run(
-        self: &Arc<Self>,
-        log: LogStore<RealDisk>,
-        disk: &RealDisk,
-        front: &Arc<Replicated>,
-    ) -> io::Result<()> {
-        let mut written = WrittenLog::new(log);
+    pub(super) fn run(&mut self) -> io::Result<()> {
+        let front = Arc::clone(&self.front);
+        let writer = &front.log_writer;
         let (mut pause, mut short_waits) = (DESCRIPTOR_PAUSE_MIN, 0u32);
         while !front.is_over() {
             let begun = Instant::now();
             // Under load there is work when the sync ends, and the core is better used by others.
             let spins = short_waits >= SHORT_WAITS_BEFORE_SPIN && front.is_light();
-            if spins && !self.spin() {
+            if spins && !writer.spin() {
                 short_waits = 0;
             }
-            let jobs = self.wait(|| front.is_over());
+            let jobs = writer.wait(|| front.is_over());
             let was_short = begun.elapsed() < WAIT_SHORT_MAX;
             short_waits = if was_short { short_waits.saturating_add(1) } else { 0 };
-            if jobs.is_empty() {
-                written.retry_room()?;
-            }
-            let mut pass = written.perform(jobs)?;
+            let pass = self.write(jobs)?;
             if pass.wants_sync {
                 let began = front.clock().now();
-                front.syncing();
-                written.log.sync()?;
+                self.sync()?;
                 let took = front.clock().now().since(began);
-                front.gauges().synced(took, written.log.bytes());
+                front.gauges().synced(took, self.written.log.bytes());
             }
-            self.put_back(std::mem::take(&mut pass.left));
-            self.sweep(&mut written, disk, front)?;
-            let room = written.room_change();
-            if pass.wants_sync || pass.number.is_some() || room.is_some() {
-                front.written(pass.number, room);
-            }
-            if written.set_lacking(pass.lacking) {
+            if self.finish(pass)? {
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(DESCRIPTOR_PAUSE_MAX);
             } else {
                 pause = DESCRIPTOR_PAUSE_MIN;
             }
         }
-        written.log.sync()
+        self.written.log.sync()
     }
 
-    /// Has what is obsolete removed by a thread of its own: to give room back takes the file system long.
-    fn sweep<D: Disk>(
-        self: &Arc<Self>,
-        written: &mut WrittenLog<D>,
-        disk: &RealDisk,
-        front: &Arc<Replicated>,
-    ) -> io::Result<()> {
-        let (files, gone) = (written.log.take_litter(), written.gone.take());
-        if files.is_empty() && gone.is_none() {
-            return Ok(());
+    /// Writes what there is to write; without anything, looks whether a full disk has room again.
+    pub(super) fn write(&mut self, jobs: VecDeque<LogJob>) -> io::Result<Pass> {
+        if jobs.is_empty() {
+            self.written.retry_room()?;
         }
-        let (writer, mut disk, front) = (Arc::clone(self), disk.clone(), Arc::clone(front));
-        let sweep = move || {
-            let fuse = FailNodeOnPanic::new(&front);
-            drop(gone);
-            for name in files {
-                let removed = disk.remove(&name).and_then(|()| disk.sync_dir());
-                if let Err(error) = removed {
-                    front.fail(log_failed(&error));
-                    break;
-                }
-            }
-            writer.put([LogJob::Swept]);
-            fuse.disarm();
-        };
-        spawn("sweep", sweep).map_err(io::Error::other)
+        let pass = self.written.perform(jobs)?;
+        if bug(Bug::ReportedUnsynced) {
+            self.front.written(pass.number, None);
+        }
+        Ok(pass)
+    }
+
+    /// Makes what was written durable. What clients send meanwhile goes into one entry afterwards.
+    pub(super) fn sync(&mut self) -> io::Result<()> {
+        self.front.syncing();
+        self.written.log.sync()
+    }
+
+    /// Tells the replica what was written. True: the log waits for a file descriptor.
+    pub(super) fn finish(&mut self, mut pass: Pass) -> io::Result<bool> {
+        self.front.log_writer.put_back(std::mem::take(&mut pass.left));
+        if let Some((files, gone)) = self.written.next_sweep() {
+            self.host.sweep(files, gone)?;
+        }
+        let room = self.written.room_change();
+        if pass.wants_sync || pass.number.is_some() || room.is_some() {
+            self.front.written(pass.number, room);
+        }
+        Ok(self.written.set_lacking(pass.lacking))
     }
 }
 
@@ -204,17 +230,19 @@ struct WrittenLog<D: Disk> {
     room: Room,
     /// Entries in memory that nobody needs, to be dropped by somebody who has the time.
     gone: Option<Gone>,
+    /// Obsolete files are being removed.
+    is_sweeping: bool,
     /// The log waits for a file descriptor.
     is_lacking: bool,
 }
 
 /// What came of some jobs.
 #[derive(Default)]
-struct Pass {
-    /// Of the last write.
+pub(super) struct Pass {
+    /// The number of the last write.
     number: Option<u64>,
     /// Some of the jobs count only after a sync.
-    wants_sync: bool,
+    pub(super) wants_sync: bool,
     /// Jobs that could not be done for want of a file descriptor, and all behind them.
     left: VecDeque<LogJob>,
     /// Why they could not.
@@ -223,7 +251,7 @@ struct Pass {
 
 impl<D: Disk> WrittenLog<D> {
     fn new(log: LogStore<D>) -> Self {
-        Self { log, room: Room::Plenty, gone: None, is_lacking: false }
+        Self { log, room: Room::Plenty, gone: None, is_sweeping: false, is_lacking: false }
     }
 
     /// Does jobs in order, up to the first that finds no file descriptor.
@@ -264,6 +292,7 @@ impl<D: Disk> WrittenLog<D> {
                 Ok(())
             }
             LogJob::Swept => {
+                self.is_sweeping = false;
                 self.log.swept();
                 Ok(())
             }
@@ -284,6 +313,16 @@ impl<D: Disk> WrittenLog<D> {
             write.snapshot = None;
         }
         self.log.write(&write.batch)
+    }
+
+    /// What is obsolete, unless what was obsolete before is still being removed.
+    fn next_sweep(&mut self) -> Option<(VecDeque<String>, Option<Gone>)> {
+        if self.is_sweeping && !bug(Bug::SweepsOverlap) {
+            return None;
+        }
+        let (files, gone) = (self.log.take_obsolete(), self.gone.take());
+        self.is_sweeping = !files.is_empty() || gone.is_some();
+        self.is_sweeping.then_some((files, gone))
     }
 
     /// Looks whether a full disk has room again.
@@ -325,6 +364,7 @@ pub(super) fn is_passing(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use dflockd_replica::disk::RealDisk;
     use dflockd_replica::log::LogOptions;
     use dflockd_testkit::Dir;
 
@@ -364,6 +404,19 @@ mod tests {
         let pass = written.perform([note(1)].into()).unwrap();
         assert_eq!((pass.number, pass.wants_sync), (None, true));
         assert!(!written.perform([LogJob::Swept].into()).unwrap().wants_sync);
+    }
+
+    /// GUARANTEES 35: segments go one after the other, the oldest first, also if the file system takes long for some.
+    #[test]
+    fn a_sweep_waits_for_the_one_before() {
+        let (mut written, _dir) = open();
+        let truncate = || LogJob::TruncateBefore(0, Some(Gone::default()));
+        written.perform([truncate()].into()).unwrap();
+        assert!(written.next_sweep().is_some());
+        written.perform([truncate()].into()).unwrap();
+        assert!(written.next_sweep().is_none(), "the first is not done");
+        written.perform([LogJob::Swept].into()).unwrap();
+        assert!(written.next_sweep().is_some(), "what was left is not forgotten");
     }
 
     #[test]

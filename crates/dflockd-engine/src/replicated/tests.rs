@@ -1,5 +1,7 @@
 //! A member whose replica does not get to its inputs.
 
+use std::collections::BTreeMap;
+
 use dflockd_core::{End, Fence, Limits, Space, Token, command};
 use dflockd_testkit::Dir;
 use dflockd_testkit::eventually::tasks::eventually;
@@ -11,14 +13,14 @@ use super::*;
 use crate::replicated::driver::Formation;
 use crate::transport::{Limits as TransportLimits, Secret, TransportConfig};
 use dflockd_replica::log::{Recovered, StoredSnapshot};
-use dflockd_replica::types::{AutoRelease, Policy, Start};
+use dflockd_replica::types::{AutoRelease, Member, Policy, Start};
 use dflockd_replica::{RaftConfig, ReplicaConfig};
 
 /// Keeps the answers.
 #[derive(Default)]
 struct Answers(Mutex<Vec<(RequestId, Outcome)>>);
 
-impl Sink for Answers {
+impl Mailbox for Answers {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         self.0.lock().push((request, outcome));
         Pushed::Behind
@@ -62,21 +64,24 @@ async fn start(formation: Formation) -> (Arc<Replicated>, Dir) {
     let credentials = Credentials { secrets: vec![Secret::new(vec![7; 32]).unwrap()], tls: None };
     let options = ClusterOptions {
         dir: dir.path("data"),
-        node: "a".into(),
         transport: TransportConfig {
             listen: "127.0.0.1:0".into(),
             credentials,
             version_max: crate::transport::Version::newest(),
             limits: TransportLimits::default(),
         },
-        peer_addr: "127.0.0.1:1".into(),
-        client_addr: "127.0.0.1:2".into(),
-        formation,
-        witness: false,
-        policy: policy(),
-        election_timeout: Duration::from_millis(100),
-        heartbeat_interval: Duration::from_millis(30),
-        snapshot_entries: 100_000,
+        member: MemberOptions {
+            node: "a".into(),
+            peer_addr: "127.0.0.1:1".into(),
+            client_addr: "127.0.0.1:2".into(),
+            formation,
+            witness: false,
+            policy: policy(),
+            election_timeout: Duration::from_millis(100),
+            heartbeat_interval: Duration::from_millis(30),
+            snapshot_entries: 100_000,
+            version: version::newest(),
+        },
     };
     (Replicated::start(options, Clock::system()).await.unwrap(), dir)
 }
@@ -91,7 +96,7 @@ fn add(member: &Replicated, client: &Attachment, request: u64) -> Submitted {
 async fn the_first_client_waits_for_the_member() {
     let (member, _dir) = start(Formation::Bootstrap).await;
     let answers = Arc::new(Answers::default());
-    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Mailbox>, "client".into());
     for request in 1..3 {
         assert!(matches!(add(&member, &client, request), Submitted::Later(_)));
         assert_eq!(answers.of(request).await, Outcome::Number(request.cast_signed()));
@@ -105,13 +110,13 @@ async fn the_first_client_waits_for_the_member() {
 async fn a_client_stays_when_its_node_becomes_a_member() {
     let (member, _dir) = start(Formation::Join).await;
     let answers = Arc::new(Answers::default());
-    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Mailbox>, "client".into());
     let unavailable = Submitted::Done(Outcome::Refused(Refusal::Unavailable));
     assert_eq!(add(&member, &client, 1), unavailable);
-    let run = Run::new(2, 1);
-    member.begin_run(run);
+    let run = Incarnation::new(2, 1);
+    member.begin_incarnation(run);
     assert!(matches!(add(&member, &client, 2), Submitted::Later(_)));
-    assert_eq!(Run::of(client.id()), run);
+    assert_eq!(Incarnation::of(client.id()), run);
     assert!(member.router.get(client.id()).is_some_and(|found| found.id() == client.id()));
     member.stop();
 }
@@ -121,18 +126,18 @@ async fn a_client_stays_when_its_node_becomes_a_member() {
 #[tokio::test(flavor = "multi_thread")]
 async fn session_numbers_end_and_do_not_wrap() {
     let (member, _dir) = start(Formation::Join).await;
-    let run = Run::new(2, 1);
-    member.begin_run(run);
+    let run = Incarnation::new(2, 1);
+    member.begin_incarnation(run);
     let open = || member.open(Arc::new(Answers::default()), "client".into());
     let first = open();
     member.last_session.store(run.session(u32::MAX - 1).0, Ordering::Release);
     assert_eq!(open().id(), run.session(u32::MAX));
     let late = open();
-    assert_eq!(Run::of(late.id()), Run(0), "there is no number left");
+    assert_eq!(Incarnation::of(late.id()), Incarnation(0), "there is no number left");
     assert!(matches!(add(&member, &late, 1), Submitted::Done(Outcome::Refused(_))));
     assert!(member.router.get(first.id()).is_some_and(|found| Arc::ptr_eq(&found, &first.session)));
-    let next = Run::new(2, 2);
-    member.begin_run(next);
+    let next = Incarnation::new(2, 2);
+    member.begin_incarnation(next);
     assert!(matches!(add(&member, &late, 2), Submitted::Later(_)));
     assert_eq!(late.id(), next.session(1));
     member.stop();
@@ -144,7 +149,7 @@ async fn session_numbers_end_and_do_not_wrap() {
 async fn a_flood_of_a_stalled_replica_has_a_bound() {
     let (member, _dir) = single_node().await;
     let answers = Arc::new(Answers::default());
-    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Mailbox>, "client".into());
     let add = |request| add(&member, &client, request);
     assert!(matches!(add(1), Submitted::Later(_)));
     answers.of(1).await;
@@ -203,15 +208,40 @@ async fn a_flood_of_a_stalled_replica_has_a_bound() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_without_session_numbers_begins_anew() {
     let (member, _dir) = single_node().await;
-    let run = Run(member.run.load(Ordering::Acquire));
+    let run = Incarnation(member.run.load(Ordering::Acquire));
     member.last_session.store(run.session(u32::MAX).0, Ordering::Release);
     let answers = Arc::new(Answers::default());
-    let client = member.open(Arc::clone(&answers) as Arc<dyn Sink>, "client".into());
-    assert_eq!(Run::of(client.id()), Run(0), "there is no number left");
+    let client = member.open(Arc::clone(&answers) as Arc<dyn Mailbox>, "client".into());
+    assert_eq!(Incarnation::of(client.id()), Incarnation(0), "there is no number left");
     let is_taken = async || matches!(add(&member, &client, 1), Submitted::Later(_));
     eventually("a number of the next run", is_taken).await;
     assert_eq!(answers.of(1).await, Outcome::Number(1));
-    assert_eq!(client.id(), Run(run.0 + 1).session(1));
+    assert_eq!(client.id(), Incarnation(run.0 + 1).session(1));
+    member.stop();
+}
+
+/// GUARANTEES 48: a copy of the state is not kept for somebody who gave up, even when it was handed out already.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_that_nobody_takes_is_dropped() {
+    let (member, _dir) = single_node().await;
+    let is_handed_out = || !member.copies.lock().is_empty();
+    let asked = async || {
+        let mut copy = Box::pin(member.copy());
+        for _ in 0..1000 {
+            if is_handed_out() {
+                return Some(copy);
+            }
+            if tokio::time::timeout(Duration::from_millis(1), &mut copy).await.is_ok() {
+                return None;
+            }
+            // Not polled for a while, so that the copy can come unseen.
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        None
+    };
+    let copy = eventually("a copy that was not taken yet", asked).await;
+    drop(copy);
+    assert!(!is_handed_out(), "it stays for ever");
     member.stop();
 }
 
@@ -242,7 +272,7 @@ fn lone_replica() -> Replica {
         fence: 1,
         seed: 1,
         cluster: [8; 16],
-        run: Run::new(1, 1),
+        run: Incarnation::new(1, 1),
         start: Start { disk: 1, client_addr: String::new(), version: 1, witness: false },
         snapshot_entries: 100_000,
         snapshot_bytes: 64 << 20,
@@ -255,14 +285,18 @@ fn lone_replica() -> Replica {
 #[test]
 fn the_end_of_a_session_is_not_lost_behind_a_full_backlog() {
     let mut replica = lone_replica();
-    let mut submit = |request, action: Action<'_>| {
-        let (session, request) = (Run::new(1, 1).session(1), RequestId(request));
-        let item = Item { session, epoch: 0, request, keep: false, action };
+    let mut submit = |request, body: ProposalBody<'_>| {
+        let (session, request) = (Incarnation::new(1, 1).session(1), RequestId(request));
+        let item = Proposal { session, epoch: 0, request, keep: false, body };
         replica.submit(&item, Some(Span::ZERO))
     };
     let value = vec![7; 1 << 20];
     let push = || {
-        Action::Command(Command::Push(command::Push { key: b"k", end: End::Left, value: &value }))
+        ProposalBody::Command(Command::Push(command::Push {
+            key: b"k",
+            end: End::Left,
+            value: &value,
+        }))
     };
     let mut taken = 0;
     while submit(taken, push()) {
@@ -271,8 +305,10 @@ fn the_end_of_a_session_is_not_lost_behind_a_full_backlog() {
     }
     assert!(submit(
         1000,
-        Action::Command(Command::RenewSession(command::RenewSession { lease: Span::from_secs(9) }))
+        ProposalBody::Command(Command::RenewSession(command::RenewSession {
+            lease: Span::from_secs(9)
+        }))
     ));
-    assert!(submit(1001, Action::Close { orderly: true, referenced: false }));
+    assert!(submit(1001, ProposalBody::Close { orderly: true, referenced: false }));
     assert!(!submit(1002, push()));
 }

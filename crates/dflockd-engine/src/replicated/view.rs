@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_replica::types::{Addresses, Bits128, Member, Policy, RaftId};
 use dflockd_replica::{Replica, Status};
 
@@ -10,17 +11,17 @@ use crate::transport::Identity;
 /// The cluster as this node sees it.
 #[derive(Clone, Debug, Default)]
 pub struct View {
-    /// This node.
+    /// The number of this node in the cluster.
     pub raft_id: RaftId,
-    /// How it stands.
+    /// What this node is at the moment; none before it takes part.
     pub status: Option<Status>,
-    /// All members.
+    /// All members by their numbers.
     pub members: BTreeMap<RaftId, Member>,
-    /// Who votes.
+    /// The members that vote.
     pub voters: Vec<RaftId>,
-    /// Who listens.
+    /// The members that take entries and do not vote.
     pub learners: Vec<RaftId>,
-    /// What all decide by.
+    /// The policy that all members decide by.
     pub policy: Option<Policy>,
     /// Where else the members can be reached.
     pub addresses: BTreeMap<RaftId, Addresses>,
@@ -28,7 +29,7 @@ pub struct View {
     pub cluster: Bits128,
     /// The newest version that each member reads.
     pub versions: BTreeMap<RaftId, u32>,
-    /// The version that all agreed to use.
+    /// The version of the log that all members agreed to use.
     pub version: u32,
     /// The newest number that a member was given.
     pub(super) last_raft_id: RaftId,
@@ -68,7 +69,13 @@ impl View {
     /// Whether this node leads.
     #[must_use]
     pub fn is_leader(&self) -> bool {
-        self.status.is_some_and(|status| status.role == "leader")
+        self.status.is_some_and(|status| status.is_leader())
+    }
+
+    /// Whether this node takes entries, but does not vote.
+    #[must_use]
+    pub fn is_learner(&self) -> bool {
+        self.learners.contains(&self.raft_id)
     }
 
     /// Takes over what the replicated state says about the cluster.
@@ -76,7 +83,12 @@ impl View {
         let machine = replica.machine();
         let conf = replica.conf_state();
         self.raft_id = replica.id();
-        self.members = machine.members().clone();
+        let former = std::mem::replace(&mut self.members, machine.members().clone());
+        if bug(Bug::RemovedHeard) {
+            for (raft_id, member) in former {
+                self.members.entry(raft_id).or_insert(member);
+            }
+        }
         self.last_raft_id = machine.next_raft_id() - 1;
         self.voters = conf.voters;
         self.learners = conf.learners;

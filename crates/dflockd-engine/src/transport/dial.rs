@@ -139,8 +139,10 @@ impl Sender {
             Err(fault) => fault,
             dialed => return dialed,
         };
-        // A member that has not heard of its cluster's name yet knows us by the one before.
-        match fault.stranger.as_ref().and_then(|theirs| handler.former_identity(theirs)) {
+        let Some(theirs) = &fault.refused_by else { return Err(fault) };
+        handler.refused_by(theirs);
+        // A member that has not heard of its cluster's id yet knows us by the one before.
+        match handler.former_identity(theirs) {
             Some(Ok(former)) => self.dial_as(former, credentials).await,
             Some(Err(_)) | None => Err(fault),
         }

@@ -111,13 +111,13 @@ pub(super) struct NoConnection {
     pub(super) dull: bool,
     /// Somebody there says that he knows the version without seals only.
     pub(super) older: bool,
-    /// Who refused us, if its cluster has another name.
-    pub(super) stranger: Option<Box<Identity>>,
+    /// Whom we have dialed, and who refused us.
+    pub(super) refused_by: Option<Box<Identity>>,
 }
 
 impl From<String> for NoConnection {
     fn from(reason: String) -> Self {
-        Self { reason, refused: false, dull: false, older: false, stranger: None }
+        Self { reason, refused: false, dull: false, older: false, refused_by: None }
     }
 }
 
@@ -125,8 +125,8 @@ impl From<Fault> for NoConnection {
     fn from(fault: Fault) -> Self {
         let older = matches!(fault, Fault::Version { theirs: Version::Plain, .. });
         let plain = Self { older, ..fault.to_string().into() };
-        let Fault::OtherCluster { theirs, .. } = fault else { return plain };
-        Self { stranger: Some(theirs), ..plain }
+        let Fault::RefusedBy { theirs, .. } = fault else { return plain };
+        Self { refused_by: Some(theirs), ..plain }
     }
 }
 

@@ -114,17 +114,17 @@ pub(super) type Binding = [u8; 32];
 /// Who a node says it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// The cluster that it belongs to; none while it waits to be added to one.
+    /// The cluster that the node belongs to; none while it waits to be added to one.
     pub cluster: Option<[u8; 16]>,
-    /// Its node id.
+    /// The node id.
     pub node: String,
-    /// Its Raft id, 0 while it does not know it.
+    /// The Raft id of the node, 0 while the node does not know it.
     pub raft_id: u64,
     /// The number of its data directory, drawn when that was made: tells a wiped disk from the old one.
     pub disk: u64,
-    /// Whether it votes and keeps the log, but no state.
+    /// Whether the node is a witness: it votes and keeps the log, but no state.
     pub witness: bool,
-    /// The version of what it says inside frames.
+    /// The version of what the node says inside frames.
     pub version: u32,
 }
 
@@ -133,14 +133,14 @@ pub struct Identity {
 /// A snapshot goes over its own connection, so that it never delays a heartbeat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// Small and urgent.
+    /// The lane of frames that are small and urgent.
     Main,
-    /// Large and patient.
+    /// The lane of frames that are large and can wait.
     Bulk,
 }
 
 impl Lane {
-    /// Both.
+    /// Both lanes.
     pub const ALL: [Self; 2] = [Self::Main, Self::Bulk];
 
     /// Its place in [`Self::ALL`].
@@ -282,9 +282,9 @@ pub(super) enum Fault {
     /// By the other side, which has proven itself.
     #[error("refused by the other side: {0}")]
     RefusedByPeer(String),
-    /// By the other side, which has proven itself and belongs to a cluster of another name.
+    /// By the node that we have dialed, which has proven who it is.
     #[error("refused by the other side: {reason}")]
-    OtherCluster { reason: String, theirs: Box<Identity> },
+    RefusedBy { reason: String, theirs: Box<Identity> },
 }
 
 impl Fault {
@@ -425,14 +425,15 @@ impl<'a> Dialer<'a> {
             return Err(Fault::Proof(self.target.to_owned()));
         }
         let theirs = welcome.identity;
-        if let Some(reason) = welcome.refusal {
-            if theirs.cluster.is_some() && theirs.cluster != self.ours.cluster {
-                return Err(Fault::OtherCluster { reason, theirs: Box::new(theirs) });
-            }
-            return Err(Fault::RefusedByPeer(reason));
-        }
         if theirs.node != self.target {
-            return Err(Fault::Refused(format!("it is {}, not {}", theirs.node, self.target)));
+            let reason = format!("it is {}, not {}", theirs.node, self.target);
+            return Err(match welcome.refusal {
+                Some(reason) => Fault::RefusedByPeer(reason),
+                None => Fault::Refused(reason),
+            });
+        }
+        if let Some(reason) = welcome.refusal {
+            return Err(Fault::RefusedBy { reason, theirs: Box::new(theirs) });
         }
         same_cluster(self.ours, &theirs)?;
         Ok(theirs)

@@ -122,6 +122,8 @@ impl Handler for Recorder {
         Some(is_known.then_some(former).ok_or_else(|| format!("{} is not known", peer.node)))
     }
 
+    fn refused_by(&self, _: &Identity) {}
+
     fn admit(&self, peer: &Identity) -> Result<(), String> {
         if self.unwelcome.lock().contains(&peer.node) {
             return Err(format!("{} is not welcome\n", peer.node));

@@ -6,7 +6,7 @@
 //! | --- | --- | --- |
 //! | 1 | Raft message | cluster time (0 if the sender does not lead), message |
 //! | 2 | forward | a batch |
-//! | 3 | expect | term, run, the next number |
+//! | 3 | expect | term, incarnation, the next number |
 //! | 4 | piece of a snapshot | transfer, offset, total, SHA-256, whether it is for a witness, message, bytes |
 //! | 5 | receipt of a piece | transfer, bytes received |
 //! | 6, 7 | admin request, reply | id, `postcard` |
@@ -22,7 +22,7 @@ use raft::eraftpb::Message;
 use super::message::{message_bytes, put_message, take_message};
 use super::payload::{Batch, put_batch_body};
 use super::{BATCH_BYTES_MAX, FRAME_BYTES_MAX, Malformed, at_end, put_bytes, take};
-use crate::types::Run;
+use crate::types::Incarnation;
 
 /// Every kind of frame, once.
 pub(super) mod kind {
@@ -50,16 +50,16 @@ pub enum Frame {
     Forward(Batch),
     /// The leader tells a node which of its items it wants next.
     Expect {
-        /// In which it leads.
+        /// The term in which the leader leads.
         term: u64,
-        /// The life of the node.
-        run: Run,
+        /// The incarnation of the node.
+        run: Incarnation,
         /// The number of the item.
         seq: u64,
     },
     /// A piece of a snapshot.
     Chunk {
-        /// To tell several snapshots apart.
+        /// The number of the transfer, which tells several snapshots apart.
         transfer: u64,
         /// Where the piece begins.
         offset: u64,
@@ -67,7 +67,7 @@ pub enum Frame {
         total: u64,
         /// SHA-256 of the whole snapshot.
         digest: [u8; 32],
-        /// For the disk of a witness: to be kept and not restored.
+        /// Whether the snapshot is for the disk of a witness: to be stored and not restored.
         keep_only: bool,
         /// The message that brings the snapshot, by [`encode_message`](super::encode_message).
         header: Bytes,
@@ -76,28 +76,28 @@ pub enum Frame {
     },
     /// A snapshot has come so far.
     ChunkAck {
-        /// Which.
+        /// The number of the transfer.
         transfer: u64,
         /// All bytes below are there.
         received: u64,
     },
     /// An operator asks the leader, through another node.
     Admin {
-        /// What the reply will name.
+        /// The number of the request, which the reply names.
         id: u64,
-        /// By [`pack`](super::pack).
+        /// The request, packed by [`pack`](super::pack).
         request: Bytes,
     },
     /// What the leader answers.
     AdminReply {
-        /// Of the request.
+        /// The number of the request.
         id: u64,
-        /// By [`pack`](super::pack).
+        /// The reply, packed by [`pack`](super::pack).
         reply: Bytes,
     },
     /// The leader tells a member that has no state yet whom there is to talk to.
     Members {
-        /// By [`pack`](super::pack), as the machine has them.
+        /// The members as the machine has them, packed by [`pack`](super::pack).
         members: Bytes,
     },
 }
@@ -179,9 +179,11 @@ impl Frame {
                 Self::Raft { time: Timestamp(take(input)?), message: take_message(bytes, input)? }
             }
             kind::FORWARD => Self::Forward(Batch::take(bytes, input)?),
-            kind::EXPECT => {
-                Self::Expect { term: take(input)?, run: Run(take(input)?), seq: take(input)? }
-            }
+            kind::EXPECT => Self::Expect {
+                term: take(input)?,
+                run: Incarnation(take(input)?),
+                seq: take(input)?,
+            },
             kind::CHUNK => Self::Chunk {
                 transfer: take(input)?,
                 offset: take(input)?,

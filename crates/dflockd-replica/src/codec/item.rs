@@ -6,7 +6,7 @@ use dflockd_core::field::Field;
 use dflockd_core::{Command, Given, Grant, Outcome, SessionId};
 
 use super::{Malformed, pack, put_bytes, take, unpack};
-use crate::types::{Action, Item};
+use crate::types::{Proposal, ProposalBody};
 
 /// Every kind of item that is no command, once. Commands have the numbers from 16 on, in their table. A retired number
 /// stays here as a comment and is never given out again.
@@ -20,47 +20,54 @@ mod kind {
     pub(super) const UNDO: u8 = 7;
     pub(super) const ADDRESSES: u8 = 8;
     pub(super) const END: u8 = 9;
+    pub(super) const IDENTIFY: u8 = 10;
 }
 
 /// Appends an item.
 ///
-/// An [`Action::Undo`] of an outcome that holds nothing is written as one of [`Outcome::Done`], which does as little.
+/// A [`ProposalBody::Undo`] of an outcome that holds nothing is written as one of [`Outcome::Done`], which does as
+/// little.
 ///
 /// # Panics
 ///
 /// If the command is one that only the state machine gives itself: [`Command::Tick`], [`Command::NewTerm`],
-/// [`Command::Detach`], [`Command::Attach`], [`Command::Orphan`] or [`Command::EndSession`].
-pub fn put_item(out: &mut Vec<u8>, item: &Item<'_>) {
-    match &item.action {
-        Action::Start(start) => {
+/// [`Command::Detach`], [`Command::Attach`], [`Command::Identify`], [`Command::Orphan`] or [`Command::EndSession`].
+pub fn put_item(out: &mut Vec<u8>, item: &Proposal<'_>) {
+    match &item.body {
+        ProposalBody::Start(start) => {
             put_head(out, item, kind::START);
             put_bytes(out, &pack(start));
         }
-        Action::Command(command) => put_command(out, item, command),
-        Action::Undo(outcome) => put_undo(out, item, outcome),
-        Action::Keep { secret } => {
+        ProposalBody::Command(command) => put_command(out, item, command),
+        ProposalBody::Undo(outcome) => put_undo(out, item, outcome),
+        ProposalBody::Keep { secret } => {
             put_head(out, item, kind::KEEP);
             out.extend_from_slice(secret);
         }
-        Action::Attach { secret } => {
+        ProposalBody::Attach { secret } => {
             put_head(out, item, kind::ATTACH);
             out.extend_from_slice(secret);
         }
-        Action::Close { orderly, referenced } => {
+        ProposalBody::Close { orderly, referenced } => {
             put_head(out, item, kind::CLOSE);
             orderly.put(out);
             referenced.put(out);
         }
-        Action::Kick { session } => {
+        ProposalBody::Identify { name, reference } => {
+            put_head(out, item, kind::IDENTIFY);
+            put_bytes(out, name);
+            put_bytes(out, reference);
+        }
+        ProposalBody::Kick { session } => {
             put_head(out, item, kind::KICK);
             session.0.put(out);
         }
-        Action::End { session } => {
+        ProposalBody::End { session } => {
             put_head(out, item, kind::END);
             session.0.put(out);
         }
-        Action::Barrier => put_head(out, item, kind::BARRIER),
-        Action::Addresses(addresses) => {
+        ProposalBody::Barrier => put_head(out, item, kind::BARRIER),
+        ProposalBody::Addresses(addresses) => {
             put_head(out, item, kind::ADDRESSES);
             put_bytes(out, &pack(addresses));
         }
@@ -69,31 +76,32 @@ pub fn put_item(out: &mut Vec<u8>, item: &Item<'_>) {
 
 /// Takes an item from the front. Keys and values are borrowed from `input`, which is left in the middle of the item if
 /// that is malformed.
-pub fn take_item<'a>(input: &mut &'a [u8]) -> Result<Item<'a>, Malformed> {
+pub fn take_item<'a>(input: &mut &'a [u8]) -> Result<Proposal<'a>, Malformed> {
     // All at once, because this is done for every command on every node.
     let mut head: &[u8] = &take::<[u8; HEAD_BYTES]>(input)?;
     let session = SessionId(take(&mut head)?);
     let epoch = take(&mut head)?;
     let request = take(&mut head)?;
     let keep = take(&mut head)?;
-    let action = match take::<u8>(&mut head)? {
-        kind::START => Action::Start(unpack(take(input)?)?),
-        kind::KEEP => Action::Keep { secret: take(input)? },
-        kind::ATTACH => Action::Attach { secret: take(input)? },
-        kind::CLOSE => Action::Close { orderly: take(input)?, referenced: take(input)? },
-        kind::KICK => Action::Kick { session: SessionId(take(input)?) },
-        kind::END => Action::End { session: SessionId(take(input)?) },
-        kind::BARRIER => Action::Barrier,
-        kind::ADDRESSES => Action::Addresses(unpack(take(input)?)?),
-        kind::UNDO => Action::Undo(take_undo(input)?),
-        number => Action::Command(Command::take(number, input)?),
+    let body = match take::<u8>(&mut head)? {
+        kind::START => ProposalBody::Start(unpack(take(input)?)?),
+        kind::KEEP => ProposalBody::Keep { secret: take(input)? },
+        kind::ATTACH => ProposalBody::Attach { secret: take(input)? },
+        kind::CLOSE => ProposalBody::Close { orderly: take(input)?, referenced: take(input)? },
+        kind::IDENTIFY => ProposalBody::Identify { name: take(input)?, reference: take(input)? },
+        kind::KICK => ProposalBody::Kick { session: SessionId(take(input)?) },
+        kind::END => ProposalBody::End { session: SessionId(take(input)?) },
+        kind::BARRIER => ProposalBody::Barrier,
+        kind::ADDRESSES => ProposalBody::Addresses(unpack(take(input)?)?),
+        kind::UNDO => ProposalBody::Undo(take_undo(input)?),
+        number => ProposalBody::Command(Command::take(number, input)?),
     };
-    Ok(Item { session, epoch, request, keep, action })
+    Ok(Proposal { session, epoch, request, keep, body })
 }
 
 const HEAD_BYTES: usize = 8 + 4 + 8 + 1 + 1;
 
-fn put_head(out: &mut Vec<u8>, item: &Item<'_>, kind: u8) {
+fn put_head(out: &mut Vec<u8>, item: &Proposal<'_>, kind: u8) {
     let mut head = [0; HEAD_BYTES];
     head[..8].copy_from_slice(&item.session.0.to_le_bytes());
     head[8..12].copy_from_slice(&item.epoch.to_le_bytes());
@@ -103,12 +111,12 @@ fn put_head(out: &mut Vec<u8>, item: &Item<'_>, kind: u8) {
     out.extend_from_slice(&head);
 }
 
-fn put_command(out: &mut Vec<u8>, item: &Item<'_>, command: &Command<'_>) {
+fn put_command(out: &mut Vec<u8>, item: &Proposal<'_>, command: &Command<'_>) {
     if let Command::Undo(outcome) = command {
-        debug_assert!(false, "an undo is an action of its own: it is not read back as this");
+        debug_assert!(false, "an undo is an body of its own: it is not read back as this");
         return put_undo(out, item, outcome);
     }
-    let number = command.number().expect("what no client can cause follows from another action");
+    let number = command.number().expect("what no client can cause follows from another body");
     put_head(out, item, number);
     command.put(out);
 }
@@ -121,7 +129,7 @@ mod undo {
     pub(super) const POPPED: u8 = 3;
 }
 
-fn put_undo(out: &mut Vec<u8>, item: &Item<'_>, outcome: &Outcome) {
+fn put_undo(out: &mut Vec<u8>, item: &Proposal<'_>, outcome: &Outcome) {
     put_head(out, item, kind::UNDO);
     match outcome.given() {
         Some(Given::Granted(grant)) => {

@@ -1,10 +1,10 @@
 //! What stands in an entry of the log: a payload with its sections, or the context of a conf change. And the batches
 //! on their way there.
 //!
-//! An entry is the version of the cluster (1 byte), a stamp (8), and sections. Section 1 is a batch: run (4), number of
-//! the first item (8), count (2), length (4), items. Section 2 is an order of the leader: length, then `postcard`. A
-//! change of the membership is a conf change entry with a [`MemberChange`] in its context. An unknown version, section
-//! or kind is an error.
+//! An entry is the version of the cluster (1 byte), a stamp (8), and sections. Section 1 is a batch: incarnation (4),
+//! number of the first item (8), count (2), length (4), items. Section 2 is a leader command: length, then
+//! `postcard`. A change of the membership is a conf change entry with a [`MemberChange`] in its context. An unknown
+//! version, section or kind is an error.
 
 use std::fmt;
 use std::iter::FusedIterator;
@@ -18,7 +18,7 @@ use super::{
     BATCH_BYTES_MAX, Malformed, TRAILING, VERSION, at_end, pack, put_bytes, take, unpack,
     unpack_first,
 };
-use crate::types::{Item, MemberChange, Order, Policy, Run};
+use crate::types::{Incarnation, LeaderCommand, MemberChange, Policy, Proposal};
 use crate::version;
 
 mod section {
@@ -31,9 +31,9 @@ mod section {
 pub enum Section<'a> {
     /// What clients of one node want.
     Batch {
-        /// The node's life.
-        run: Run,
-        /// The number of the first item within the run; the others follow.
+        /// The incarnation of the node that accepted the items.
+        run: Incarnation,
+        /// The number of the first item within the incarnation; the others follow.
         first_seq: u64,
         /// How many items.
         count: u16,
@@ -41,7 +41,7 @@ pub enum Section<'a> {
         items: Items<'a>,
     },
     /// What the leader wants.
-    Order(Order),
+    LeaderCommand(LeaderCommand),
 }
 
 /// Begins the payload of an entry; sections follow. It is of the version that the cluster uses when it is written.
@@ -55,39 +55,40 @@ pub fn begin_payload(out: &mut Vec<u8>, version: u32, stamp: Timestamp) {
 }
 
 /// Appends `count` items, which [`put_item`](super::put_item) has written one behind the other, to a payload.
-pub fn put_batch(out: &mut Vec<u8>, run: Run, first_seq: u64, count: u16, items: &[u8]) {
+pub fn put_batch(out: &mut Vec<u8>, run: Incarnation, first_seq: u64, count: u16, items: &[u8]) {
     out.push(section::BATCH);
     put_batch_body(out, run, first_seq, count, items);
 }
 
-/// Appends an order to a payload of some version. What a policy has got since the first one stands behind the order.
-pub fn put_order(out: &mut Vec<u8>, version: u32, order: &Order) {
+/// Appends a leader command to a payload of some version. What a policy has got since the first one stands behind the
+/// order.
+pub fn put_leader_command(out: &mut Vec<u8>, version: u32, order: &LeaderCommand) {
     out.push(section::ORDER);
     let mut bytes = pack(order);
     if version >= 2
-        && let Order::Init { policy, .. } | Order::Policy(policy) = order
+        && let LeaderCommand::Init { policy, .. } | LeaderCommand::Policy(policy) = order
     {
         bytes.extend_from_slice(&pack(&policy.limits.v2()));
     }
     put_bytes(out, &bytes);
 }
 
-fn take_order(version: u8, bytes: &[u8]) -> Result<Order, Malformed> {
+fn take_leader_command(version: u8, bytes: &[u8]) -> Result<LeaderCommand, Malformed> {
     if version < 2 {
         return unpack(bytes);
     }
-    let (mut order, rest) = unpack_first::<Order>(bytes)?;
+    let (mut order, rest) = unpack_first::<LeaderCommand>(bytes)?;
     match &mut order {
-        Order::Init { policy, .. } | Order::Policy(policy) => {
+        LeaderCommand::Init { policy, .. } | LeaderCommand::Policy(policy) => {
             **policy = Policy::clone(policy).with_v2(unpack(rest)?);
         }
-        Order::Tick
-        | Order::NewTerm
-        | Order::NodeLost { .. }
-        | Order::Digest { .. }
-        | Order::Address { .. }
-        | Order::Version { .. }
-        | Order::ClusterId { .. } => at_end(rest)?,
+        LeaderCommand::Tick
+        | LeaderCommand::NewTerm
+        | LeaderCommand::NodeLost { .. }
+        | LeaderCommand::Digest { .. }
+        | LeaderCommand::Address { .. }
+        | LeaderCommand::Version { .. }
+        | LeaderCommand::ClusterId { .. } => at_end(rest)?,
     }
     Ok(order)
 }
@@ -133,8 +134,8 @@ impl<'a> Sections<'a> {
                 Ok(Section::Batch { run, first_seq, count, items })
             }
             section::ORDER => {
-                let order = take_order(self.version, take(&mut self.rest)?)?;
-                Ok(Section::Order(order))
+                let order = take_leader_command(self.version, take(&mut self.rest)?)?;
+                Ok(Section::LeaderCommand(order))
             }
             _ => Err(Malformed::Form("an unknown kind of section")),
         }
@@ -166,7 +167,7 @@ pub struct Items<'a> {
 }
 
 impl<'a> Iterator for Items<'a> {
-    type Item = Result<Item<'a>, Malformed>;
+    type Item = Result<Proposal<'a>, Malformed>;
 
     fn next(&mut self) -> Option<Self::Item> {
         let item = match self.left {
@@ -193,7 +194,7 @@ impl fmt::Debug for Items<'_> {
 
 pub(super) fn put_batch_body(
     out: &mut Vec<u8>,
-    run: Run,
+    run: Incarnation,
     first_seq: u64,
     count: u16,
     items: &[u8],
@@ -204,8 +205,10 @@ pub(super) fn put_batch_body(
     put_bytes(out, items);
 }
 
-fn take_batch_body<'a>(input: &mut &'a [u8]) -> Result<(Run, u64, u16, &'a [u8]), Malformed> {
-    let run = Run(take(input)?);
+fn take_batch_body<'a>(
+    input: &mut &'a [u8],
+) -> Result<(Incarnation, u64, u16, &'a [u8]), Malformed> {
+    let run = Incarnation(take(input)?);
     let first_seq = take::<u64>(input)?;
     let count = take::<u16>(input)?;
     if first_seq.checked_add(count.into()).is_none() {
@@ -217,8 +220,8 @@ fn take_batch_body<'a>(input: &mut &'a [u8]) -> Result<(Run, u64, u16, &'a [u8])
 /// Items on their way to the leader. Their bytes go into the entry as they are.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// The life of the node that sends them.
-    pub run: Run,
+    /// The incarnation of the node that sends them.
+    pub run: Incarnation,
     /// The number of the first; the others follow.
     pub first_seq: u64,
     /// How many.

@@ -24,15 +24,16 @@ use raft::eraftpb::{
 };
 
 use super::super::types::{
-    Action, Addresses, AutoRelease, Bits128, Item, Member, MemberChange, Order, Policy, Run, Start,
+    Addresses, AutoRelease, Bits128, Incarnation, LeaderCommand, Member, MemberChange, Policy,
+    Proposal, ProposalBody, Start,
 };
 use super::super::version::NEWEST;
-use super::message::ENTRY_HEAD_BYTES;
+use super::message::{ENTRY_HEAD_BYTES, message_bytes};
 use super::payload::put_batch_body;
 use super::*;
 
 /// Every kind of action, and of command that has a form, in the order of their numbers.
-const KINDS: [&str; 29] = [
+const KINDS: [&str; 30] = [
     "start",
     "keep",
     "attach",
@@ -62,21 +63,23 @@ const KINDS: [&str; 29] = [
     "renew-session",
     "addresses",
     "end",
+    "identify",
 ];
 
 /// The name in [`KINDS`]. A new variant does not compile until it has one, and then the tests miss its sample.
-fn kind_of(action: &Action<'_>) -> &'static str {
-    match action {
-        Action::Start(_) => "start",
-        Action::Keep { .. } => "keep",
-        Action::Attach { .. } => "attach",
-        Action::Close { .. } => "close",
-        Action::Kick { .. } => "kick",
-        Action::End { .. } => "end",
-        Action::Barrier => "barrier",
-        Action::Addresses(_) => "addresses",
-        Action::Undo(_) => "undo",
-        Action::Command(command) => match command {
+fn kind_of(body: &ProposalBody<'_>) -> &'static str {
+    match body {
+        ProposalBody::Start(_) => "start",
+        ProposalBody::Keep { .. } => "keep",
+        ProposalBody::Attach { .. } => "attach",
+        ProposalBody::Close { .. } => "close",
+        ProposalBody::Identify { .. } => "identify",
+        ProposalBody::Kick { .. } => "kick",
+        ProposalBody::End { .. } => "end",
+        ProposalBody::Barrier => "barrier",
+        ProposalBody::Addresses(_) => "addresses",
+        ProposalBody::Undo(_) => "undo",
+        ProposalBody::Command(command) => match command {
             Command::Acquire(_) => "acquire",
             Command::Enqueue(_) => "enqueue",
             Command::Wait(_) => "wait",
@@ -102,6 +105,7 @@ fn kind_of(action: &Action<'_>) -> &'static str {
             | Command::NewTerm
             | Command::Detach { .. }
             | Command::Attach
+            | Command::Identify { .. }
             | Command::Orphan { .. }
             | Command::EndSession { .. } => unreachable!("has no form"),
         },
@@ -128,37 +132,38 @@ struct Parts {
 }
 
 impl Parts {
-    fn item(&self) -> Item<'_> {
+    fn item(&self) -> Proposal<'_> {
         let Self { session, epoch, request, keep, .. } = *self;
-        Item {
+        Proposal {
             session: SessionId(session),
             epoch,
             request: RequestId(request),
             keep,
-            action: self.action(),
+            body: self.action(),
         }
     }
 
-    fn action(&self) -> Action<'_> {
+    fn action(&self) -> ProposalBody<'_> {
         match self.kind {
-            "start" => Action::Start(Start {
+            "start" => ProposalBody::Start(Start {
                 disk: self.a,
                 client_addr: String::from_utf8_lossy(&self.value).into_owned(),
                 version: self.number,
                 witness: self.flags[0],
             }),
-            "keep" => Action::Keep { secret: self.secret() },
-            "attach" => Action::Attach { secret: self.secret() },
-            "close" => Action::Close { orderly: self.flags[0], referenced: self.flags[1] },
-            "kick" => Action::Kick { session: SessionId(self.a) },
-            "end" => Action::End { session: SessionId(self.a) },
-            "barrier" => Action::Barrier,
-            "addresses" => Action::Addresses(Addresses {
+            "keep" => ProposalBody::Keep { secret: self.secret() },
+            "attach" => ProposalBody::Attach { secret: self.secret() },
+            "close" => ProposalBody::Close { orderly: self.flags[0], referenced: self.flags[1] },
+            "identify" => ProposalBody::Identify { name: &self.key, reference: &self.other },
+            "kick" => ProposalBody::Kick { session: SessionId(self.a) },
+            "end" => ProposalBody::End { session: SessionId(self.a) },
+            "barrier" => ProposalBody::Barrier,
+            "addresses" => ProposalBody::Addresses(Addresses {
                 http: String::from_utf8_lossy(&self.value).into_owned(),
                 grpc: String::new(),
             }),
-            "undo" => Action::Undo(self.outcome()),
-            _ => Action::Command(self.command()),
+            "undo" => ProposalBody::Undo(self.outcome()),
+            _ => ProposalBody::Command(self.command()),
         }
     }
 
@@ -316,13 +321,13 @@ fn samples() -> Vec<(String, Parts)> {
     samples
 }
 
-fn encode_item(item: &Item<'_>) -> Vec<u8> {
+fn encode_item(item: &Proposal<'_>) -> Vec<u8> {
     let mut out = Vec::new();
     put_item(&mut out, item);
     out
 }
 
-fn decode_item(mut bytes: &[u8]) -> Result<Item<'_>, Malformed> {
+fn decode_item(mut bytes: &[u8]) -> Result<Proposal<'_>, Malformed> {
     let item = take_item(&mut bytes)?;
     at_end(bytes)?;
     Ok(item)
@@ -334,7 +339,7 @@ fn batch(first_seq: u64, parts: &[Parts]) -> Batch {
         put_item(&mut bytes, &part.item());
     }
     let count = u16::try_from(parts.len()).expect("a small batch");
-    Batch { run: Run::new(5, 7), first_seq, count, bytes: bytes.into() }
+    Batch { run: Incarnation::new(5, 7), first_seq, count, bytes: bytes.into() }
 }
 
 /// Not the defaults, which may change.
@@ -375,29 +380,29 @@ fn policy_v1() -> Box<Policy> {
 }
 
 /// Every order, once. A new one does not compile until it is here.
-fn orders() -> Vec<(&'static str, Order)> {
-    let run = Run::new(5, 7);
+fn orders() -> Vec<(&'static str, LeaderCommand)> {
+    let run = Incarnation::new(5, 7);
     let orders = vec![
-        Order::Init { policy: policy_v1(), seed: 1 << 40, fence: 1_000 },
-        Order::Tick,
-        Order::NewTerm,
-        Order::NodeLost { run },
-        Order::Policy(policy_v1()),
-        Order::Digest { index: 300, digest: [0xab; 32] },
-        Order::Address { raft_id: 4, peer_addr: "10.0.0.9:7000".into() },
-        Order::Version { version: 2 },
-        Order::ClusterId { id: [0xcd; 16] },
+        LeaderCommand::Init { policy: policy_v1(), seed: 1 << 40, fence: 1_000 },
+        LeaderCommand::Tick,
+        LeaderCommand::NewTerm,
+        LeaderCommand::NodeLost { run },
+        LeaderCommand::Policy(policy_v1()),
+        LeaderCommand::Digest { index: 300, digest: [0xab; 32] },
+        LeaderCommand::Address { raft_id: 4, peer_addr: "10.0.0.9:7000".into() },
+        LeaderCommand::Version { version: 2 },
+        LeaderCommand::ClusterId { id: [0xcd; 16] },
     ];
-    let name = |order: &Order| match order {
-        Order::Init { .. } => "init",
-        Order::Tick => "tick",
-        Order::NewTerm => "new-term",
-        Order::NodeLost { .. } => "node-lost",
-        Order::Policy(_) => "policy",
-        Order::Digest { .. } => "digest",
-        Order::Address { .. } => "address",
-        Order::Version { .. } => "version",
-        Order::ClusterId { .. } => "cluster-id",
+    let name = |order: &LeaderCommand| match order {
+        LeaderCommand::Init { .. } => "init",
+        LeaderCommand::Tick => "tick",
+        LeaderCommand::NewTerm => "new-term",
+        LeaderCommand::NodeLost { .. } => "node-lost",
+        LeaderCommand::Policy(_) => "policy",
+        LeaderCommand::Digest { .. } => "digest",
+        LeaderCommand::Address { .. } => "address",
+        LeaderCommand::Version { .. } => "version",
+        LeaderCommand::ClusterId { .. } => "cluster-id",
     };
     orders.into_iter().map(|order| (name(&order), order)).collect()
 }
@@ -406,7 +411,7 @@ fn orders() -> Vec<(&'static str, Order)> {
 #[derive(Clone, Debug, PartialEq)]
 enum Part {
     Batch(Batch),
-    Order(Order),
+    LeaderCommand(LeaderCommand),
 }
 
 fn encode_payload(stamp: u64, parts: &[Part]) -> Vec<u8> {
@@ -419,7 +424,7 @@ fn encode_payload_of(version: u32, stamp: u64, parts: &[Part]) -> Vec<u8> {
     for part in parts {
         match part {
             Part::Batch(batch) => batch.put(&mut out),
-            Part::Order(order) => put_order(&mut out, version, order),
+            Part::LeaderCommand(order) => put_leader_command(&mut out, version, order),
         }
     }
     out
@@ -436,7 +441,7 @@ fn decode_payload(bytes: &[u8]) -> Result<(u64, Vec<Part>), Malformed> {
                 }
                 Part::Batch(Batch { run, first_seq, count, bytes: bytes.into() })
             }
-            Section::Order(order) => Part::Order(order),
+            Section::LeaderCommand(order) => Part::LeaderCommand(order),
         })
     });
     Ok((stamp, parts.collect::<Result<_, Malformed>>()?))
@@ -451,13 +456,13 @@ fn payload_samples() -> Vec<(String, u64, Vec<Part>)> {
             stamp,
             vec![
                 Part::Batch(batch(9, &[sample("acquire"), sample("cancel")])),
-                Part::Order(Order::Tick),
+                Part::LeaderCommand(LeaderCommand::Tick),
                 Part::Batch(batch(1, &[sample("start")])),
             ],
         ),
     ];
     for (name, order) in orders() {
-        samples.push((name.into(), stamp, vec![Part::Order(order)]));
+        samples.push((name.into(), stamp, vec![Part::LeaderCommand(order)]));
     }
     samples
 }
@@ -576,7 +581,7 @@ fn frame_samples() -> Vec<(String, Frame)> {
     let header = encode_message(&with_snapshot(message, metadata_sample(), b""));
     let others = vec![
         Frame::Forward(batch(9, &[sample("acquire"), sample("undo")])),
-        Frame::Expect { term: 1, run: Run(0x0203_0405), seq: 6 },
+        Frame::Expect { term: 1, run: Incarnation(0x0203_0405), seq: 6 },
         Frame::Chunk {
             transfer: 1,
             offset: 2,
@@ -671,13 +676,13 @@ fn golden_payloads() {
 fn golden_payloads_of_version_2() {
     let mut encoded = Vec::new();
     let orders = [
-        ("init", Order::Init { policy: policy(), seed: 1 << 40, fence: 1_000 }),
-        ("policy", Order::Policy(policy())),
-        ("tick", Order::Tick),
+        ("init", LeaderCommand::Init { policy: policy(), seed: 1 << 40, fence: 1_000 }),
+        ("policy", LeaderCommand::Policy(policy())),
+        ("tick", LeaderCommand::Tick),
     ];
     for (name, order) in orders {
-        let part = Part::Order(order);
-        let parts = [part.clone(), Part::Order(Order::NewTerm)];
+        let part = Part::LeaderCommand(order);
+        let parts = [part.clone(), Part::LeaderCommand(LeaderCommand::NewTerm)];
         let bytes = encode_payload_of(2, 1_000, &parts);
         assert_eq!(decode_payload(&bytes), Ok((1_000, parts.to_vec())));
         encoded.push((name.to_owned(), bytes));
@@ -688,12 +693,12 @@ fn golden_payloads_of_version_2() {
                 bytes[0] = to;
                 assert!(decode_payload(&bytes).is_err(), "{name} of {from} read as {to}");
             }
-            let Part::Order(order) =
+            let Part::LeaderCommand(order) =
                 decode_payload(&encode_payload(1_000, &[part])).unwrap().1.remove(0)
             else {
                 unreachable!("it was an order")
             };
-            let (Order::Init { policy, .. } | Order::Policy(policy)) = order else {
+            let (LeaderCommand::Init { policy, .. } | LeaderCommand::Policy(policy)) = order else {
                 unreachable!("it has a policy")
             };
             assert_eq!(policy, policy_v1(), "version 1 carries no more than it did");
@@ -723,7 +728,7 @@ fn undo_of_nothing() {
         Outcome::Value(b"value"[..].into()),
         Outcome::Refused(Refusal::NotHeld),
     ] {
-        let item = Item { action: Action::Undo(outcome), ..sample("undo").item() };
+        let item = Proposal { body: ProposalBody::Undo(outcome), ..sample("undo").item() };
         assert_eq!(decode_item(&encode_item(&item)), Ok(sample("undo").item()));
     }
 }
@@ -737,17 +742,18 @@ fn commands_without_form() {
         Command::NewTerm,
         Command::Detach { until },
         Command::Attach,
-        Command::Orphan { ttl: Span::ZERO },
+        Command::Identify { name: b"", reference: b"" },
+        Command::Orphan { ttl: Span::ZERO, cut: false },
         Command::EndSession { release: true, forced: false },
     ] {
-        let item = Item { action: Action::Command(command), ..sample("barrier").item() };
+        let item = Proposal { body: ProposalBody::Command(command), ..sample("barrier").item() };
         assert!(std::panic::catch_unwind(|| encode_item(&item)).is_err(), "{item:?} has a form");
     }
 }
 
 #[test]
 fn later_versions() {
-    let mut payload = encode_payload(1, &[Part::Order(Order::Tick)]);
+    let mut payload = encode_payload(1, &[Part::LeaderCommand(LeaderCommand::Tick)]);
     let later = u8::try_from(NEWEST).unwrap() + 1;
     payload[0] = later;
     assert_eq!(stamp_of(&payload), Err(Malformed::Version(later)));
@@ -760,14 +766,14 @@ fn later_versions() {
     context[0] = 9;
     assert_eq!(decode_member_change(&context), Err(Malformed::Version(9)));
     let text = Malformed::Version(9).to_string();
-    assert!(text.contains("form 9") && text.contains("up to 3; start the newer"), "{text}");
+    assert!(text.contains("form 9") && text.contains("up to 4; start the newer"), "{text}");
 }
 
 /// The iterators say once what is wrong, and then nothing.
 #[test]
 fn ends_after_an_error() {
     assert_eq!(sections(&[]).filter(Result::is_err).count(), 1);
-    let order = Part::Order(Order::Tick);
+    let order = Part::LeaderCommand(LeaderCommand::Tick);
     let mut payload = encode_payload(1, std::slice::from_ref(&order));
     payload.push(0xff);
     let results: Vec<_> = sections(&payload).map(|section| section.is_ok()).collect();
@@ -898,7 +904,7 @@ fn limits() {
 #[test]
 fn debug_hides() {
     let batch = batch(9, &[sample("keep"), sample("kv-set")]);
-    assert_eq!(format!("{batch:?}"), "Batch(Run(5242887) from 9, Items(2 in 94 bytes))");
+    assert_eq!(format!("{batch:?}"), "Batch(Incarnation(5242887) from 9, Items(2 in 94 bytes))");
     for (name, frame) in frame_samples() {
         let shown = format!("{frame:?}");
         assert!(shown.len() < 160, "{name} is shown as {shown}");
@@ -950,7 +956,10 @@ fn batches() -> impl Strategy<Value = Batch> {
 
 fn payload_parts() -> impl Strategy<Value = Vec<Part>> {
     let orders: Vec<_> = orders().into_iter().map(|(_, order)| order).collect();
-    vec(prop_oneof![batches().prop_map(Part::Batch), select(orders).prop_map(Part::Order)], 0..5)
+    vec(
+        prop_oneof![batches().prop_map(Part::Batch), select(orders).prop_map(Part::LeaderCommand)],
+        0..5,
+    )
 }
 
 fn metadata() -> impl Strategy<Value = SnapshotMetadata> {
@@ -1030,7 +1039,7 @@ fn frames() -> impl Strategy<Value = Frame> {
             .prop_map(|(time, message)| Frame::Raft { time: Timestamp(time), message }),
         2 => batches().prop_map(Frame::Forward),
         1 => (number(), any::<u32>(), number())
-            .prop_map(|(term, run, seq)| Frame::Expect { term, run: Run(run), seq }),
+            .prop_map(|(term, run, seq)| Frame::Expect { term, run: Incarnation(run), seq }),
         2 => (chunk, bytes(100), bytes(300)).prop_map(|(head, header, data)| {
             let (transfer, offset, total, digest, keep_only) = head;
             let (header, data) = (header.into(), data.into());
@@ -1111,7 +1120,9 @@ proptest! {
         let item = decode_item(&bytes);
         prop_assert_eq!(kind_of(&parts.action()), parts.kind);
         prop_assert_eq!(&item, &Ok(parts.item()));
-        if let Ok(Item { action: Action::Command(Command::Signal(command::Signal { payload, .. })), .. }) = item {
+        if let Ok(Proposal { body: ProposalBody::Command(command), .. }) = item
+            && let Command::Signal(command::Signal { payload, .. }) = command
+        {
             prop_assert!(payload.is_empty() || bytes.as_ptr_range().contains(&payload.as_ptr()));
         }
         for short in 0..bytes.len() {
@@ -1166,5 +1177,19 @@ proptest! {
         let mut bytes = encode_payload(1, &parts);
         mutate(&mut bytes, &mutations);
         check_payload(&bytes);
+    }
+}
+
+/// Memory for a message is asked for once.
+#[test]
+fn what_a_message_takes_is_known_before() {
+    let long = |bytes| Bytes::from(vec![1; bytes]);
+    let entry = Entry { context: long(30), data: long(50), ..Entry::default() };
+    for (context, entries) in [(0, 0), (40, 0), (200, 3)] {
+        let entries = vec![entry.clone(); entries].into();
+        let (msg_type, context) = (MessageType::MsgAppend, long(context));
+        let message = Message { msg_type, context, entries, ..Message::default() };
+        let (known, bytes) = (message_bytes(&message), encode_message(&message).len());
+        assert!((bytes..bytes + 16).contains(&known), "{known} for {bytes}");
     }
 }

@@ -10,9 +10,9 @@ use crate::disk::Disk;
 
 /// What was found.
 pub struct Inspection {
-    /// Per segment, the oldest first.
+    /// The segments, the oldest first.
     pub segments: Vec<SegmentReport>,
-    /// The oldest first.
+    /// The snapshots, the oldest first.
     pub snapshots: Vec<SnapshotReport>,
     /// The log as a whole, as a node would find it; none if there is none.
     pub log: Result<Option<LogReport>, OpenError>,
@@ -20,27 +20,27 @@ pub struct Inspection {
 
 /// One segment.
 pub struct SegmentReport {
-    /// The file.
+    /// The name of the file.
     pub file: String,
-    /// Its length.
+    /// The length of the file.
     pub bytes: u64,
-    /// How much of it is used.
+    /// How many bytes of the file are used.
     pub used_bytes: u64,
-    /// The first and the last entry that was written to it, in the order of writing.
+    /// The first and the last entry that was written to the segment, in the order of writing.
     pub entries: Option<(u64, u64)>,
-    /// How it ends: `open`, `closed` or `interrupted write`.
+    /// How the segment ends: `open`, `closed` or `interrupted write`.
     pub end: &'static str,
-    /// Where it is damaged, and how.
+    /// Where the segment is damaged, and how.
     pub damage: Option<(u64, String)>,
 }
 
 /// One snapshot.
 pub struct SnapshotReport {
-    /// The file.
+    /// The name of the file.
     pub file: String,
-    /// Its length.
+    /// The length of the file.
     pub bytes: u64,
-    /// Index, term and members, if it is whole.
+    /// Index, term and members of the snapshot, if the file is whole.
     pub metadata: Result<SnapshotMetadata, String>,
 }
 
@@ -48,11 +48,11 @@ pub struct SnapshotReport {
 pub struct LogReport {
     /// Term, vote and commit.
     pub hard_state: HardState,
-    /// What the node noted.
+    /// The metadata of the node.
     pub notes: BTreeMap<Vec<u8>, Vec<u8>>,
     /// The state of the newest snapshot.
     pub snapshot: Option<super::StoredSnapshot>,
-    /// Those that count.
+    /// The entries that count.
     pub entries: Vec<Entry>,
     /// Index and term of the last entry.
     pub last: (u64, u64),

@@ -36,6 +36,8 @@ struct CrashDir {
     full: bool,
     /// No file can be opened: those that are in use still can be, a new one and the directory can not.
     starved: bool,
+    /// This file is not open, and can not be opened.
+    shut: Option<String>,
     sync_fails: bool,
     random: Random,
 }
@@ -226,6 +228,13 @@ impl CrashDisk {
             false => Ok(()),
         }
     }
+
+    fn check_open(&self, name: &str) -> io::Result<()> {
+        match self.0.borrow().shut.as_deref() == Some(name) {
+            true => Err(io::Error::from_raw_os_error(Errno::MFILE.raw_os_error())),
+            false => Ok(()),
+        }
+    }
 }
 
 impl CrashDir {
@@ -242,6 +251,7 @@ impl Disk for CrashDisk {
     }
 
     fn len(&self, name: &str) -> io::Result<u64> {
+        self.check_open(name)?;
         Ok(self.file(name)?.content.len() as u64)
     }
 
@@ -272,6 +282,7 @@ impl Disk for CrashDisk {
     }
 
     fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.check_open(name)?;
         let crashes = self.begin()?;
         let dir = &mut *self.0.borrow_mut();
         let at = *dir.names.get(name).ok_or(ErrorKind::NotFound)?;
@@ -289,6 +300,7 @@ impl Disk for CrashDisk {
     }
 
     fn sync(&mut self, name: &str) -> io::Result<()> {
+        self.check_open(name)?;
         let crashes = self.begin()?;
         let dir = &mut *self.0.borrow_mut();
         let at = *dir.names.get(name).ok_or(ErrorKind::NotFound)?;
@@ -496,7 +508,7 @@ struct Trial {
     snapshot: Option<Stored>,
     /// Being stored, and whether it is installed.
     incoming: Option<(Stored, bool)>,
-    cut_before: u64,
+    truncate_before: u64,
     options: LogOptions,
 }
 
@@ -514,7 +526,7 @@ impl Trial {
             states: vec![Model::default()],
             snapshot: None,
             incoming: None,
-            cut_before: 0,
+            truncate_before: 0,
             options,
         }
     }
@@ -536,8 +548,8 @@ impl Trial {
             18 => {
                 let index = self.random.within(0, self.newest().last().0 + 2);
                 // In effect even if it does not return.
-                self.cut_before = self.cut_before.max(index);
-                self.log.cut_before(index)
+                self.truncate_before = self.truncate_before.max(index);
+                self.log.truncate_before(index)
             }
             _ => self.log.retry_room().map(drop),
         }
@@ -684,7 +696,7 @@ impl Trial {
             }
         }
         // What is above the cut or the snapshot is needed, more may be there.
-        let needed = self.cut_before.min(self.snapshot_index() + 1).max(model.base.0 + 1);
+        let needed = self.truncate_before.min(self.snapshot_index() + 1).max(model.base.0 + 1);
         let first = recovered.entries.first().map_or(model.last().0 + 1, |entry| entry.index);
         first <= needed
             && model.entries.range(first..).map(|(_, entry)| entry).eq(&recovered.entries)
@@ -858,6 +870,32 @@ fn a_crash_between_storing_and_installing_installs() {
     write_synced(&mut log, &entries(1..=5, 1, 100));
     write_snapshot(&mut disk.clone(), &metadata(5, 1), b"state").unwrap();
     assert_eq!(found(&disk), [1, 2, 3, 4, 5]);
+}
+
+/// GUARANTEES 35: files that somebody removes are not given out again, whatever comes meanwhile, and nothing newer goes
+/// before they are gone.
+#[test]
+fn a_file_is_given_out_for_removal_once() {
+    let (disk, mut log) = begun();
+    write_synced(&mut log, &entries(1..=9, 1, 100));
+    let store = |log: &mut LogStore<CrashDisk>, index: u64| {
+        write_snapshot(&mut disk.clone(), &metadata(index, 1), b"state").unwrap();
+        log.adopt(&metadata(index, 1)).unwrap();
+    };
+    store(&mut log, 3);
+    store(&mut log, 5);
+    let first = log.take_obsolete();
+    assert_eq!(first.len(), 1, "{first:?}");
+    store(&mut log, 7);
+    assert!(log.take_obsolete().is_empty(), "the first is not gone");
+    // As the log does it when a snapshot of another member is installed.
+    log.snapshot_stored(&metadata(7, 1)).unwrap();
+    assert!(disk.clone().list().unwrap().contains(&first[0]));
+    disk.clone().remove(&first[0]).unwrap();
+    log.swept();
+    let second = log.take_obsolete();
+    assert_eq!(second.len(), 1, "{second:?}");
+    assert_ne!(first, second);
 }
 
 // Damage
@@ -1083,7 +1121,7 @@ fn snapshots_are_verified_and_needed() {
     let name = snapshot::file_name(5);
     let cut = disk.copy();
     let (mut log, _) = open(&cut);
-    log.cut_before(6).unwrap();
+    log.truncate_before(6).unwrap();
     assert!(log.closed.front().unwrap().number > 1);
     drop(log);
 
@@ -1227,7 +1265,7 @@ fn notes_survive_the_segments_they_were_written_in() {
     write_synced(&mut log, &batch);
     write_each(&mut log, 1..=20, 4, 300);
     log.store_snapshot(&metadata(18, 4), b"state").unwrap();
-    log.cut_before(19).unwrap();
+    log.truncate_before(19).unwrap();
     assert!(!disk.names().contains(&first_segment()));
     let recovered = recover(&disk).unwrap();
     assert_eq!(recovered.notes[&b"id"[..]], b"n1");
@@ -1246,13 +1284,13 @@ fn nothing_is_cut_that_the_snapshot_does_not_cover() {
     let (disk, mut log) = begun();
     write_each(&mut log, 1..=20, 1, 300);
     let all = disk.names();
-    log.cut_before(21).unwrap();
+    log.truncate_before(21).unwrap();
     assert_eq!(disk.names(), all);
     log.store_snapshot(&metadata(9, 1), b"state").unwrap();
-    log.cut_before(4).unwrap();
+    log.truncate_before(4).unwrap();
     let recovered = recover(&disk).unwrap();
     assert!((2..=4).contains(&recovered.entries[0].index), "{:?}", indexes(&recovered));
-    log.cut_before(21).unwrap();
+    log.truncate_before(21).unwrap();
     let recovered = recover(&disk).unwrap();
     assert!((5..=10).contains(&recovered.entries[0].index), "{:?}", indexes(&recovered));
     assert_eq!(recovered.entries.last().unwrap().index, 20);
@@ -1267,7 +1305,7 @@ fn entries_that_replaced_others_in_a_removed_segment() {
     write_synced(&mut log, &entries(2..=4, 2, 200));
     assert_eq!(log.closed.len(), 1);
     log.store_snapshot(&metadata(3, 2), b"state").unwrap();
-    log.cut_before(4).unwrap();
+    log.truncate_before(4).unwrap();
     assert!(log.closed.is_empty());
     let recovered = recover(&disk).unwrap();
     assert_eq!(indexes(&recovered), [2, 3, 4]);
@@ -1285,7 +1323,7 @@ fn an_installed_snapshot_takes_the_place_of_the_log() {
     assert_eq!(recovered.snapshot.as_ref().unwrap().data, &b"new"[..]);
     assert!(!disk.names().contains(&snapshot::file_name(2)));
     write_synced(&mut log, &entries(51..=52, 3, 300));
-    log.cut_before(51).unwrap();
+    log.truncate_before(51).unwrap();
     assert!(!disk.names().contains(&first_segment()));
     assert_eq!(found(&disk), [51, 52]);
 
@@ -1297,7 +1335,7 @@ fn an_installed_snapshot_takes_the_place_of_the_log() {
         if restart {
             log = open(&disk).0;
         }
-        log.cut_before(4).unwrap();
+        log.truncate_before(4).unwrap();
         assert!(log.closed.is_empty(), "{:?}", log.closed);
         assert!(recover(&disk).unwrap().entries.is_empty());
     }
@@ -1419,6 +1457,26 @@ fn a_log_without_descriptors_waits_and_goes_on() {
     assert!(!recovered.cut);
 }
 
+/// GUARANTEES 39, 48: the next segment is begun only if the one before can be closed.
+#[test]
+fn a_segment_is_left_when_it_can_be_opened() {
+    let (disk, mut log) = begun();
+    let mut next = 1;
+    while log.fits(format::entry_bytes(&entry(next, 1, &[0; 10])).unwrap()) {
+        write_each(&mut log, next..=next, 1, 10);
+        next += 1;
+    }
+    disk.set(|dir| dir.shut = Some(segment_name(1)));
+    for _ in 0..2 {
+        let error = log.write(&entries(next..=next, 1, 10)).unwrap_err();
+        assert!(is_out_of_descriptors(&error), "{error}");
+    }
+    assert_eq!(log.tip.segment, 1);
+    disk.set(|dir| dir.shut = None);
+    write_each(&mut log, next..=next + 4, 1, 10);
+    assert_eq!(found(&disk), (1..=next + 4).collect::<Vec<_>>());
+}
+
 /// GUARANTEES 39, 48: a snapshot that finds no descriptor is taken note of, stored or installed later.
 #[test]
 fn snapshots_wait_for_descriptors() {
@@ -1469,7 +1527,7 @@ fn room_comes_back_when_something_is_removed() {
     disk.set(|dir| dir.full = false);
     log.sync().unwrap();
     assert_eq!(log.room(), Room::Low, "nothing was removed, nobody asked");
-    log.cut_before(7).unwrap();
+    log.truncate_before(7).unwrap();
     log.sync().unwrap();
     assert_eq!(log.room(), Room::Plenty);
     disk.set(|dir| dir.full = true);
@@ -1514,7 +1572,7 @@ fn after_a_failed_sync_nothing_is_accepted() {
     log.snapshot_stored(&metadata(1, 1)).unwrap_err();
     log.install_snapshot(&metadata(9, 1), b"").unwrap_err();
     log.snapshot_installed(&metadata(9, 1)).unwrap_err();
-    log.cut_before(2).unwrap_err();
+    log.truncate_before(2).unwrap_err();
     log.retry_room().unwrap_err();
     assert_eq!(disk.0.borrow().operations, operations, "the disk is left alone");
     assert_eq!(recover(&disk).unwrap().entries[0].index, 1);
@@ -1594,7 +1652,7 @@ fn the_real_disk_keeps_it_too() {
         writing.join().unwrap().unwrap();
     });
     log.snapshot_stored(&metadata(90, 1)).unwrap();
-    log.cut_before(91).unwrap();
+    log.truncate_before(91).unwrap();
     drop((log, disk));
     let disk = RealDisk::open(&path).unwrap();
     assert!(!disk.list().unwrap().contains(&first_segment()));
@@ -1603,4 +1661,67 @@ fn the_real_disk_keeps_it_too() {
     assert_eq!(recovered.entries.last().unwrap().index, 130);
     assert!(recovered.entries[0].index <= 91);
     assert_eq!(recovered.snapshot.unwrap().metadata, metadata(90, 1));
+}
+
+// Sizes
+
+/// The log tells how large its files are, those that it has closed by itself among them.
+#[test]
+fn the_log_is_as_large_as_its_files() {
+    let (disk, mut log) = begun();
+    write_each(&mut log, 1..=20, 1, 300);
+    assert!(log.closed.len() > 2);
+    let files: u64 = disk.names().iter().map(|name| disk.len(name).unwrap()).sum();
+    assert_eq!(log.bytes(), (files, 0));
+}
+
+/// Room is looked for by these numbers before anything is put.
+#[test]
+fn records_take_what_was_said() {
+    let put = |put: &dyn Fn(&mut Vec<u8>, &mut u32)| {
+        let mut out = Vec::new();
+        put(&mut out, &mut 7);
+        out.len()
+    };
+    for (key, value) in [(&b"key"[..], &b"value"[..]), (b"key", b""), (b"", b"")] {
+        let bytes = put(&|out, chain| format::put_note(out, chain, key, value));
+        assert_eq!(format::note_bytes(key, value), bytes);
+    }
+    for data in [&b""[..], b"data"] {
+        let entry = of_type(EntryType::EntryConfChange, b"context", entry(3, 2, data));
+        let bytes = put(&|out, chain| format::put_entry(out, chain, &entry));
+        assert_eq!(format::entry_bytes(&entry), Some(bytes));
+    }
+    let state = HardState { term: 1, vote: 2, commit: 3, ..HardState::default() };
+    let bytes = put(&|out, chain| format::put_hard_state(out, chain, &state));
+    assert_eq!(format::HARD_STATE_BYTES, bytes);
+    let bytes = put(&|out, chain| format::put_reset(out, chain, Position::default()));
+    assert_eq!(format::RESET_BYTES, bytes);
+}
+
+#[test]
+fn a_file_that_is_shorter_than_a_sector_is_no_segment() {
+    let (disk, mut log) = begun();
+    write_synced(&mut log, &entries(1..=1, 1, 10));
+    let name = segment_name(1);
+    let content = disk.content(&name);
+    assert!(Header::decode(&content).is_ok());
+    for length in [0, 7, 8, 15, SECTOR_BYTES - 1] {
+        assert!(Header::decode(&content[..length]).is_err(), "{length} bytes");
+        let error = recover(&disk.copy_with(&name, |bytes| bytes.truncate(length))).unwrap_err();
+        assert!(matches!(error, OpenError::Damaged { .. }), "{length} bytes: {error}");
+    }
+}
+
+/// A sector whose last byte was lost lacks nothing, and gets it again.
+#[test]
+fn a_lost_mark_is_written_again() {
+    let (disk, mut log) = begun();
+    write_synced(&mut log, &entries(1..=1, 1, 10));
+    let (name, mark) = (segment_name(1), usize::try_from(log.active.offset).unwrap() - 1);
+    let whole = disk.content(&name);
+    disk.damage(&name, |bytes| bytes[mark] = 0);
+    let (_, recovered) = open(&disk);
+    assert_eq!((indexes(&recovered), recovered.cut), (vec![1], false));
+    assert!(disk.content(&name) == whole);
 }

@@ -4,26 +4,25 @@
 //! once, [`Requests`](crate::requests) for who waits until when, and [`Reads`](crate::reads).
 
 use dflockd_core::bugs::{Bug, bug};
-use dflockd_core::{Effect, Outcome, Refusal, RequestId, SessionId, Span, Urgency, command};
+use dflockd_core::{Outcome, Refusal, RequestId, SessionId, Span, Urgency, command};
 
 use super::Replica;
 use crate::accepting::end_of;
 use crate::codec::{self, Frame};
 use crate::leading::Accepted;
-use crate::machine::Event;
 use crate::reads::{Read, ReadWhat};
 use crate::requests::{Answer, GIVE_UP};
-use crate::types::{Action, Item, Run};
+use crate::types::{Incarnation, Proposal, ProposalBody};
 use crate::{NodeEvent, Outgoing, Outputs, OwnedQuery, TOO_MANY_STARTS, note, urgency};
 
 impl Replica {
     /// Accepts what a client asks for. `wait` is how long the request may block, none if it is not answered at all.
     /// False: it is refused, nothing will come of it.
-    pub fn submit(&mut self, item: &Item<'_>, wait: Option<Span>) -> bool {
+    pub fn submit(&mut self, item: &Proposal<'_>, wait: Option<Span>) -> bool {
         let mut bytes = Vec::new();
         codec::put_item(&mut bytes, item);
-        let Item { session, request, keep, ref action, .. } = *item;
-        self.submit_encoded(&bytes, session, request, keep, wait, urgency(action))
+        let Proposal { session, request, keep, ref body, .. } = *item;
+        self.submit_encoded(&bytes, session, request, keep, wait, urgency(body))
     }
 
     /// Accepts an item that has the form of the log already, as [`Replica::submit`] does.
@@ -60,45 +59,47 @@ impl Replica {
         self.add_read(ReadWhat::Job(id));
     }
 
-    /// The first item of a run tells who this node is.
-    pub(super) fn begin_run(&mut self) {
-        self.push_item(SessionId(0), Action::Start(self.config.start.clone()));
+    /// The first item of an incarnation tells who this node is.
+    pub(super) fn begin_incarnation(&mut self) {
+        self.push_item(SessionId(0), ProposalBody::Start(self.config.start.clone()));
     }
 
-    /// Begins a new run if this one has no more numbers for sessions: `old` is the run that has none. Its connections
-    /// are closed, as if the process had been started again.
-    pub fn renew_run(&mut self, old: Run) {
+    /// Begins a new incarnation if this one has no more numbers for sessions: `old` is the incarnation that has none.
+    /// Its connections are closed, as if the process had been started again.
+    pub fn renew_incarnation(&mut self, old: Incarnation) {
         if self.run() == old {
             tracing::warn!(
-                "no more session numbers; connections are closed and the node begins anew"
+                "session numbers used up; connections are closed and a new incarnation begins"
             );
-            self.begin_next_run();
+            self.begin_next_incarnation();
         }
     }
 
-    /// The others have given this run up, and with it every session of a connection here.
-    pub(super) fn lose_run(&mut self) {
-        tracing::warn!("given up by the others; connections are closed and the node begins anew");
-        self.begin_next_run();
+    /// The others have given this incarnation up, and with it every session of a connection here.
+    pub(super) fn lose_incarnation(&mut self) {
+        tracing::warn!(
+            "the leader took this node for lost; connections are closed and a new incarnation begins"
+        );
+        self.begin_next_incarnation();
     }
 
-    fn begin_next_run(&mut self) {
-        let start = (self.accepting.run().0 & Run::START_MAX) + 1;
-        if start > Run::START_MAX {
+    fn begin_next_incarnation(&mut self) {
+        let start = (self.accepting.run().0 & Incarnation::START_MAX) + 1;
+        if start > Incarnation::START_MAX {
             self.fatal = Some(TOO_MANY_STARTS.into());
             return;
         }
-        let run = Run::new(self.id(), start);
+        let run = Incarnation::new(self.id(), start);
         self.writing.note(note::START, start.to_le_bytes().to_vec());
         self.accepting.begin_again(run, self.writing.next());
         self.requests.clear();
-        self.begin_run();
-        self.queue.push(NodeEvent::NewRun(run));
+        self.begin_incarnation();
+        self.queue.push(NodeEvent::NewIncarnation(run));
     }
 
     /// Accepts an item of the node itself, which nobody waits for.
-    fn push_item(&mut self, session: SessionId, action: Action<'_>) {
-        let item = Item { session, epoch: 0, request: RequestId(0), keep: false, action };
+    fn push_item(&mut self, session: SessionId, body: ProposalBody<'_>) {
+        let item = Proposal { session, epoch: 0, request: RequestId(0), keep: false, body };
         let mut bytes = Vec::new();
         codec::put_item(&mut bytes, &item);
         self.accepting.push(&bytes, self.now);
@@ -116,10 +117,11 @@ impl Replica {
         let Some(leader) = self.consensus.leader() else { return };
         let applied = self.machine.applied_seq(self.accepting.run()).unwrap_or(0);
         let to = (leader, self.consensus.term());
-        for batch in self.accepting.unsent(to, applied, self.now) {
+        self.accepting.send_to(to, applied, self.now);
+        while let Some(batch) = self.accepting.next_unsent().cloned() {
             let end = end_of(&batch);
             if leader == self.id() {
-                if self.accept(batch) != Accepted::Yes {
+                if !matches!(self.accept(batch), Accepted::Yes | Accepted::Before) {
                     break;
                 }
             } else {
@@ -133,39 +135,39 @@ impl Replica {
     pub(super) fn look_after_requests(&mut self) {
         let due = self.requests.take_due(self.now);
         for (session, request) in due.cancel {
-            self.push_item(session, Action::Command(command::Cancel { request }.into()));
+            self.push_item(session, ProposalBody::Command(command::Cancel { request }.into()));
         }
         for (session, request) in due.give_up {
             self.reply(session, request, Outcome::Refused(Refusal::Forgotten));
         }
     }
 
-    /// An outcome of the replicated state. True if a client waits for it; what nobody was told of is given back.
-    pub(super) fn settle(
-        &mut self,
-        session: SessionId,
-        request: RequestId,
-        outcome: &Outcome,
-    ) -> bool {
+    /// An outcome of the replicated state is for a client of this node, if it is there; what a client of this node was
+    /// not told of is given back.
+    pub(super) fn settle(&mut self, session: SessionId, request: RequestId, outcome: Outcome) {
         match self.requests.answer((session, request)) {
-            Answer::Deliver => true,
+            Answer::Deliver { undo } => {
+                self.queue.push(NodeEvent::Reply { session, request, outcome, undo });
+            }
             Answer::TooLate { keep } => {
                 if outcome.gives() && (!keep || bug(Bug::UndoKept)) {
-                    self.push_item(session, Action::Undo(outcome.clone()));
+                    self.push_item(session, ProposalBody::Undo(outcome));
                 }
-                false
             }
         }
     }
 
+    /// An answer that gives nothing.
     fn reply(&mut self, session: SessionId, request: RequestId, outcome: Outcome) {
-        let effect = Effect::Reply { session, request, outcome };
-        self.queue.push(NodeEvent::Machine(Event::Effect(effect)));
+        self.queue.push(NodeEvent::Reply { session, request, outcome, undo: false });
     }
 
     fn add_read(&mut self, what: ReadWhat) {
         let after_seq = self.accepting.last_seq();
         let read = Read { what, after_seq, give_up_at: self.now + GIVE_UP };
+        if self.reads.is_full() {
+            return self.answer_read(read, false);
+        }
         if bug(Bug::ReadAtOnce) {
             self.reads.add_confirmed(read, self.applied);
         } else {

@@ -9,7 +9,7 @@ use super::Replica;
 use crate::Outputs;
 use crate::codec::{self, Batch, Frame};
 use crate::leading::Accepted;
-use crate::types::{Order, RaftId};
+use crate::types::{LeaderCommand, RaftId};
 
 impl Replica {
     /// Cluster time, on a leader.
@@ -21,6 +21,11 @@ impl Replica {
     /// Whether clients' batches may be proposed.
     pub(crate) fn is_open(&self) -> bool {
         self.cluster_time().is_some() && self.leading.is_open(self.applied)
+    }
+
+    /// Whether this node leads, and proposes whatever is due.
+    pub(super) fn may_propose(&self) -> bool {
+        self.is_open() && !self.config.witness && !self.consensus.is_transferring()
     }
 
     /// Begins or ends a leadership, and proposes all that waits.
@@ -55,22 +60,23 @@ impl Replica {
         let payloads = self.leading.payloads(self.machine.version(), stamp, &orders);
         if !self.consensus.propose(payloads) {
             // Digests and policies come again by whoever asked; the rest is due again at the next look.
+            self.leading.refused();
             return;
         }
         let last = self.consensus.last_index();
         self.leading.proposed(&orders, stamp, last);
         self.time_seen = self.time_seen.max(stamp);
-        if orders.iter().any(|order| matches!(order, Order::Policy(_))) {
+        if orders.iter().any(|order| matches!(order, LeaderCommand::Policy(_))) {
             self.policy_proposed(last);
         }
     }
 
     /// Proposes an order by itself, so that whoever asked for it can be told when it is applied: at this index.
-    pub(crate) fn propose_order(&mut self, order: &Order) -> Option<u64> {
+    pub(crate) fn propose_order(&mut self, order: &LeaderCommand) -> Option<u64> {
         let stamp = self.cluster_time()?;
         let mut payload = Vec::new();
         codec::begin_payload(&mut payload, self.machine.version(), stamp);
-        codec::put_order(&mut payload, self.machine.version(), order);
+        codec::put_leader_command(&mut payload, self.machine.version(), order);
         if !self.consensus.propose(vec![payload.into()]) {
             return None;
         }
@@ -95,7 +101,7 @@ impl Replica {
         }
         let term = self.consensus.term();
         self.leading.begin(term, base, self.now, self.machine.members().keys().copied());
-        tracing::info!(term, "this node leads");
+        tracing::info!(term, "became leader");
     }
 
     /// Whether a member has answered this leader lately.
@@ -111,43 +117,43 @@ impl Replica {
 
     fn end_leadership(&mut self) {
         if self.leading.end() {
-            tracing::info!("this node leads no more");
+            tracing::info!("stepped down");
         }
     }
 
-    fn order_opening(&self, orders: &mut Vec<Order>) {
+    fn order_opening(&self, orders: &mut Vec<LeaderCommand>) {
         if self.machine.policy().is_none() {
-            orders.push(Order::Init {
+            orders.push(LeaderCommand::Init {
                 policy: Box::new(self.config.policy.clone()),
                 seed: self.config.seed,
                 fence: self.config.fence,
             });
         }
-        orders.push(Order::NewTerm);
+        orders.push(LeaderCommand::NewTerm);
     }
 
-    fn order_what_is_due(&self, stamp: Timestamp, orders: &mut Vec<Order>) {
+    fn order_what_is_due(&self, stamp: Timestamp, orders: &mut Vec<LeaderCommand>) {
         let deadline = self.machine.next_deadline();
         if self.leading.is_tick_due(deadline, stamp, self.applied) && !bug(Bug::NoTick) {
-            orders.push(Order::Tick);
+            orders.push(LeaderCommand::Tick);
         }
         self.order_version(orders);
         let mut silent = self.leading.silent(self.now, self.applied).filter(|&id| id != self.id());
         let silent = silent.find_map(|id| Some((id, self.machine.run_of(id)?)));
         if let Some((id, run)) = silent {
-            tracing::warn!(raft_id = id, "a member is silent; its connections are given up");
-            orders.push(Order::NodeLost { run });
+            tracing::warn!(raft_id = id, "member unreachable; its sessions are ended");
+            orders.push(LeaderCommand::NodeLost { run });
         }
     }
 
     /// What a cluster that has just begun, or has got a new version, still lacks.
-    fn order_version(&self, orders: &mut Vec<Order>) {
+    fn order_version(&self, orders: &mut Vec<LeaderCommand>) {
         if self.leading.is_version_under_way(self.applied) || self.is_policy_under_way() {
             return;
         }
         if let Some(version) = self.machine.first_version() {
             tracing::info!(version, "all members of the new cluster read this version");
-            orders.push(Order::Version { version });
+            orders.push(LeaderCommand::Version { version });
         } else if let Some(policy) = self.machine.policy()
             && self.machine.lacks_limits()
         {
@@ -155,10 +161,10 @@ impl Replica {
                 "the policy gets the limits of this version from the settings of this node"
             );
             let policy = policy.clone().with_v2(self.config.policy.limits.v2());
-            orders.push(Order::Policy(Box::new(policy)));
+            orders.push(LeaderCommand::Policy(Box::new(policy)));
         } else if self.machine.lacks_name() {
             tracing::info!("the cluster gets a name of its own");
-            orders.push(Order::ClusterId { id: self.config.cluster });
+            orders.push(LeaderCommand::ClusterId { id: self.config.cluster });
         }
     }
 

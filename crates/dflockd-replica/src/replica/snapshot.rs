@@ -12,7 +12,7 @@ use crate::codec;
 use crate::machine::{Event, Machine};
 use crate::snapshots::Differs;
 use crate::transfer::Complete;
-use crate::types::{Order, RaftId};
+use crate::types::{LeaderCommand, RaftId};
 use crate::{MadeSnapshot, NodeEvent, Outputs, ReceivedSnapshot, SnapshotJob};
 
 impl Replica {
@@ -34,11 +34,11 @@ impl Replica {
         let since = tail.slice(index + 1, self.applied + 1);
         self.snapshots.set_bytes_since(since.map(|entry| entry.data.len() as u64).sum());
         outputs.gone = Some(self.consensus.tail_mut().compact(metadata, data, cut));
-        outputs.cut_before = Some(cut + 1);
+        outputs.truncate_before = Some(cut + 1);
         let compared = self.snapshots.made(index, digest);
         self.check_state(index, compared);
         if self.consensus.is_leader() {
-            self.leading.order(Order::Digest { index, digest });
+            self.leading.order(LeaderCommand::Digest { index, digest });
             self.copy_to_witnesses();
         }
     }
@@ -92,11 +92,11 @@ impl Replica {
         let own = self.accepting.run();
         match self.machine.newest_run(self.id()) {
             Some(run) if run > own => {
-                self.handle_event(Event::RunStarted(run));
+                self.handle_event(Event::IncarnationStarted(run));
                 return;
             }
             Some(run) if run == own && self.machine.run_of(self.id()).is_none() => {
-                self.lose_run();
+                self.lose_incarnation();
                 return;
             }
             _ => {}

@@ -6,16 +6,22 @@ use raft::eraftpb::HardState;
 use super::*;
 use crate::codec::Batch;
 use crate::log::StoredSnapshot;
-use crate::types::{Action, AutoRelease, Item, Policy, Start};
-use crate::{LogWrite, RaftConfig};
+use crate::transfer::Complete;
+use crate::types::{AutoRelease, Policy, Proposal, ProposalBody, Start};
+use crate::{LogWrite, RaftConfig, Role};
 
-/// Member 1 of a cluster of three, of which some vote, in its run number `start`.
+/// Member 1 of a cluster of three, of which some vote, in its incarnation number `start`.
 fn replica(voters: &[RaftId], start: u32) -> Replica {
+    replica_beside(&[], voters, start)
+}
+
+/// The same if some of the members are witnesses.
+fn replica_beside(witnesses: &[RaftId], voters: &[RaftId], start: u32) -> Replica {
     let member = |id: RaftId| Member {
         node: format!("n{id}"),
         peer_addr: format!("n{id}:1"),
         client_addr: format!("n{id}:2"),
-        witness: false,
+        witness: witnesses.contains(&id),
         disk: None,
     };
     let members = BTreeMap::from([1, 2, 3].map(|id| (id, member(id))));
@@ -42,7 +48,7 @@ fn replica(voters: &[RaftId], start: u32) -> Replica {
         fence: 1,
         seed: 1,
         cluster: [8; 16],
-        run: Run::new(1, start),
+        run: Incarnation::new(1, start),
         start: Start { disk: 1, client_addr: "n1:2".into(), version: 1, witness: false },
         snapshot_entries: 1000,
         snapshot_bytes: 1 << 20,
@@ -94,16 +100,16 @@ fn hear(replica: &mut Replica, message: Message) {
     replica.handle_frame(from, frame.encode());
 }
 
-fn item(request: u64) -> Item<'static> {
-    let session = Run::new(1, 1).session(1);
-    let action = Action::Command(command::Add { key: b"key", delta: 1, decrement: false }.into());
-    Item { session, epoch: 0, request: RequestId(request), keep: false, action }
+fn item(request: u64) -> Proposal<'static> {
+    let session = Incarnation::new(1, 1).session(1);
+    let body =
+        ProposalBody::Command(command::Add { key: b"key", delta: 1, decrement: false }.into());
+    Proposal { session, epoch: 0, request: RequestId(request), keep: false, body }
 }
 
 fn replies(outputs: &Outputs) -> Vec<(RequestId, Outcome)> {
     let reply = |event: &NodeEvent| {
-        let NodeEvent::Machine(Event::Effect(effect)) = event else { return None };
-        let Effect::Reply { request, outcome, .. } = effect else { return None };
+        let NodeEvent::Reply { request, outcome, .. } = event else { return None };
         Some((*request, outcome.clone()))
     };
     outputs.events.iter().filter_map(reply).collect()
@@ -127,6 +133,76 @@ fn a_vote_waits_for_its_write() {
     replica.handle_written(*number);
     let answer = MessageType::MsgRequestVoteResponse;
     assert_eq!(message_types(&poll(&mut replica)), [answer]);
+}
+
+/// GUARANTEES 43: the candidate may have become a voter while this node was away, so its own state does not decide.
+#[test]
+fn a_candidate_that_is_no_voter_here_gets_a_vote() {
+    for from in [3, 4] {
+        let mut replica = replica(&[1, 2], 1);
+        let msg_type = MessageType::MsgRequestPreVote;
+        let (term, log_term, index) = (5, 4, 9);
+        hear(&mut replica, Message { msg_type, from, term, log_term, index, ..Default::default() });
+        let outputs = poll(&mut replica);
+        assert_eq!(message_types(&outputs), [MessageType::MsgRequestPreVoteResponse]);
+        let [Outgoing { to, bytes, .. }] = &outputs.frames[..] else { panic!("one frame") };
+        let Ok(Frame::Raft { message, .. }) = Frame::decode(bytes.clone()) else { panic!("Raft") };
+        assert_eq!((*to, message.reject), (from, false));
+    }
+}
+
+/// GUARANTEES 43: whoever asks for votes says where the answers go to, and what this node's own state says counts more.
+#[test]
+fn a_member_that_is_not_known_introduces_itself() {
+    let member = |id: RaftId, peer_addr: &str| Member {
+        node: format!("n{id}"),
+        peer_addr: peer_addr.to_owned(),
+        client_addr: format!("n{id}:2"),
+        witness: false,
+        disk: None,
+    };
+    let mut replica = replica(&[1, 2, 3], 1);
+    let known = replica.peers();
+    let introduce = |replica: &mut Replica, from| {
+        let told = [(2, member(2, "elsewhere")), (4, member(4, "n4:1")), (5, member(5, "n5:1"))];
+        let members = codec::pack(&BTreeMap::<RaftId, _>::from(told)).into();
+        replica.handle_frame(from, Frame::Members { members }.encode());
+        let outputs = poll(replica);
+        let is_news = |event: &NodeEvent| matches!(event, NodeEvent::Peers);
+        outputs.events.iter().filter(|event| is_news(event)).count()
+    };
+    assert_eq!(introduce(&mut replica, 2), 0);
+    assert_eq!(replica.peers(), known);
+    assert_eq!(
+        (introduce(&mut replica, 4), introduce(&mut replica, 4)),
+        (1, 0),
+        "that is news once"
+    );
+    let mut peers = known.clone();
+    peers.insert(4, member(4, "n4:1"));
+    assert_eq!(replica.peers(), peers);
+
+    // Its own requests for votes are introduced like that.
+    let mut now = Timestamp(1);
+    let outputs = loop {
+        now = now + TICK;
+        replica.handle_time(now);
+        let outputs = poll(&mut replica);
+        if !outputs.frames.is_empty() {
+            break outputs;
+        }
+        assert!(now < Timestamp(0) + Span::from_secs(60), "it stands for election");
+    };
+    for to in [2, 3] {
+        let frames = outputs.frames.iter().filter(|outgoing| outgoing.to == to);
+        let frames: Vec<_> =
+            frames.map(|outgoing| Frame::decode(outgoing.bytes.clone()).unwrap()).collect();
+        let [Frame::Members { members }, Frame::Raft { message, .. }] = &frames[..] else {
+            panic!("{frames:?}")
+        };
+        assert_eq!(codec::unpack(members), Ok(known.clone()));
+        assert_eq!(message.msg_type, MessageType::MsgRequestPreVote);
+    }
 }
 
 /// An entry that was acknowledged counts for the leader's majority.
@@ -169,23 +245,27 @@ fn a_leader_sends_before_it_has_written_and_answers_afterwards() {
     assert_eq!(replies(&poll(&mut replica)), [(RequestId(1), Outcome::Number(1))]);
 }
 
-/// A batch counts only if it comes from the member whose run it belongs to: another one could speak for its sessions.
+/// A batch counts only if it comes from the member whose incarnation it belongs to: another one could speak for its
+/// sessions.
 #[test]
 fn a_batch_is_taken_from_its_own_member() {
-    let start = |run: Run| {
+    let start = |run: Incarnation| {
         let start = Start { disk: 9, client_addr: String::new(), version: 1, witness: false };
         let (session, request) = (SessionId(0), RequestId(0));
-        let action = Action::Start(start);
+        let body = ProposalBody::Start(start);
         let mut bytes = Vec::new();
-        codec::put_item(&mut bytes, &Item { session, epoch: 0, request, keep: false, action });
+        codec::put_item(&mut bytes, &Proposal { session, epoch: 0, request, keep: false, body });
         Frame::Forward(Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }).encode()
     };
     let (mut replica, _) = leader();
-    let run = Run::new(2, 4);
-    for (from, run) in [(3, run), (9, Run::new(9, 1))] {
+    write_all(&mut replica);
+    let last = replica.status().last;
+    let run = Incarnation::new(2, 4);
+    for (from, run) in [(3, run), (9, Incarnation::new(9, 1))] {
         replica.handle_frame(from, start(run));
         write_all(&mut replica);
         assert_eq!(replica.machine().run_of(run.raft_id()), None, "taken from {from}");
+        assert_eq!(replica.status().last, last, "there is no entry of it");
     }
     replica.handle_frame(2, start(run));
     write_all(&mut replica);
@@ -225,8 +305,8 @@ fn what_comes_too_late_is_given_back() {
 #[test]
 fn what_grows_is_refused_while_there_is_little_room() {
     let mut replica = replica(&[1, 2, 3], 1);
-    let close = Action::Close { orderly: true, referenced: false };
-    let close = Item { action: close, ..item(2) };
+    let close = ProposalBody::Close { orderly: true, referenced: false };
+    let close = Proposal { body: close, ..item(2) };
     replica.handle_room(true);
     assert!(!replica.submit(&item(1), None));
     assert!(replica.submit(&close, None), "what ends something is taken");
@@ -236,17 +316,17 @@ fn what_grows_is_refused_while_there_is_little_room() {
 
 #[test]
 fn a_node_without_runs_left_stops() {
-    let mut replica = replica(&[1, 2, 3], Run::START_MAX - 1);
-    replica.lose_run();
+    let mut replica = replica(&[1, 2, 3], Incarnation::START_MAX - 1);
+    replica.lose_incarnation();
     let outputs = poll(&mut replica);
     assert_eq!(outputs.fatal, None);
-    assert_eq!(replica.run(), Run::new(1, Run::START_MAX));
-    assert!(outputs.events.contains(&NodeEvent::NewRun(replica.run())));
+    assert_eq!(replica.run(), Incarnation::new(1, Incarnation::START_MAX));
+    assert!(outputs.events.contains(&NodeEvent::NewIncarnation(replica.run())));
     let [write] = &outputs.writes[..] else { panic!("one write") };
-    let noted = Run::START_MAX.to_le_bytes().to_vec();
+    let noted = Incarnation::START_MAX.to_le_bytes().to_vec();
     assert_eq!(write.batch.notes, [(note::START.to_vec(), noted)]);
     assert!(write.sync, "before anybody hears of the run");
-    replica.lose_run();
+    replica.lose_incarnation();
     assert_eq!(poll(&mut replica).fatal.as_deref(), Some(crate::TOO_MANY_STARTS));
 }
 
@@ -268,7 +348,7 @@ fn elected() -> Replica {
         hear(&mut replica, Message { msg_type, from, term: 2, ..Default::default() });
         write_all(&mut replica);
     }
-    // First the entry that opens the leadership, then the one with its own run.
+    // First the entry that opens the leadership, then the one with its own incarnation.
     acknowledge(&mut replica, from);
     assert!(replica.is_open());
     acknowledge(&mut replica, from);
@@ -334,6 +414,28 @@ fn a_leader_whose_process_is_gone_is_replaced_soon() {
     assert!(!wants_to_lead(3, true), "another one leads");
 }
 
+/// A witness does not lead if others can, so it has no place in their order.
+#[test]
+fn a_place_is_that_among_full_voters() {
+    let place = |rank, of| Some(Place { rank, of });
+    let mut replica = replica(&[1, 2, 3], 1);
+    assert_eq!(replica.place_without(None), place(0, 3));
+    assert_eq!(replica.place_without(Some(2)), place(0, 2));
+    assert_eq!(replica.place_without(Some(1)), None, "it is this node itself");
+    replica.config.raft.id = 3;
+    assert_eq!(replica.place_without(None), place(2, 3));
+    assert_eq!(replica.place_without(Some(1)), place(1, 2));
+    let mut fewer = self::replica(&[1, 3], 1);
+    fewer.config.raft.id = 3;
+    assert_eq!(fewer.place_without(None), place(1, 2), "2 does not vote");
+    fewer.config.raft.id = 2;
+    assert_eq!(fewer.place_without(None), None);
+    let mut beside = replica_beside(&[1, 2], &[1, 2, 3], 1);
+    assert_eq!(beside.place_without(None), None, "it is a witness");
+    beside.config.raft.id = 3;
+    assert_eq!(beside.place_without(None), place(0, 1));
+}
+
 /// A node that an operator has drained leaves leading to others, but does not leave the cluster without a leader.
 #[test]
 fn a_drained_node_leads_only_if_nobody_else_does() {
@@ -357,24 +459,27 @@ fn a_drained_node_leads_only_if_nobody_else_does() {
 #[test]
 fn a_node_that_was_given_up_begins_another_run() {
     let mut replica = replica(&[1, 2, 3], 1);
-    replica.handle_event(Event::RunEnded(Run::new(2, 1)));
-    assert_eq!(replica.run(), Run::new(1, 1), "another node was given up");
-    replica.handle_event(Event::RunEnded(Run::new(1, 1)));
-    assert_eq!(replica.run(), Run::new(1, 2));
+    replica.handle_event(Event::IncarnationEnded(Incarnation::new(2, 1)));
+    assert_eq!(replica.run(), Incarnation::new(1, 1), "another node was given up");
+    replica.handle_event(Event::IncarnationEnded(Incarnation::new(1, 1)));
+    assert_eq!(replica.run(), Incarnation::new(1, 2));
 }
 
 #[test]
 fn what_is_applied_is_not_sent_again() {
     let (mut replica, now) = leader();
     assert!(replica.submit(&item(1), None));
-    let unsent = |replica: &mut Replica| replica.accepting.unsent((9, 9), 0, now).len();
+    let has_unsent = |replica: &mut Replica| {
+        replica.accepting.send_to((9, 9), 0, now);
+        replica.accepting.next_unsent().is_some()
+    };
     poll(&mut replica);
-    assert_eq!(unsent(&mut replica), 1, "another leader would have to be sent it");
+    assert!(has_unsent(&mut replica), "another leader would have to be sent it");
     write_all(&mut replica);
     let mut next = leader().0;
     assert!(next.submit(&item(1), None));
     write_all(&mut next);
-    assert_eq!(unsent(&mut next), 0);
+    assert!(!has_unsent(&mut next));
 }
 
 #[test]
@@ -395,7 +500,7 @@ fn a_policy_is_answered_when_it_is_in_force() {
 /// A snapshot of another member may know of a later start than this one: then the data directory is an old copy.
 #[test]
 fn a_snapshot_with_a_later_start_stops_the_node() {
-    // In this state member 1 is in its first run.
+    // In this state member 1 is in its first incarnation.
     let data = Bytes::from(leader().0.machine().snapshot());
     let install = |start| {
         let mut replica = replica(&[1, 2, 3], start);
@@ -405,7 +510,7 @@ fn a_snapshot_with_a_later_start_stops_the_node() {
         assert_eq!(replica.status().applied, 9);
         let outputs = poll(&mut replica);
         assert!(outputs.events.contains(&NodeEvent::Skipped));
-        assert_eq!(replica.run(), Run::new(1, start), "nobody gave it up");
+        assert_eq!(replica.run(), Incarnation::new(1, start), "nobody gave it up");
         outputs.fatal
     };
     assert!(install(0).is_some_and(|why| why.contains("later start")));
@@ -443,10 +548,179 @@ fn a_snapshot_is_made_of_the_one_before_and_the_log_since() {
         assert_eq!(made.metadata.index, replica.status().applied);
         replica.handle_snapshot(Some(made), &mut outputs);
         assert_eq!(replica.status().snapshot, replica.status().applied);
+        assert_eq!(replica.snapshot_metadata().index, replica.status().snapshot);
+        assert_eq!(replica.last_index(), replica.status().last);
         replica.poll(&mut outputs);
         let [(id, copy)] = &outputs.copies[..] else { panic!("one copy") };
         assert_eq!((*id, copy.index), (request, replica.status().snapshot));
         assert!(outputs.events.contains(&NodeEvent::Admin(request, Ok(()))));
         write_all(&mut replica);
     }
+}
+
+/// A copy of the state is for the entries that a witness has applied, and newer than the one it has: its log is cut
+/// there.
+#[test]
+fn a_witness_keeps_a_snapshot_of_what_it_has_applied() {
+    let (mut replica, _) = leader();
+    let applied = replica.status().applied;
+    assert!(applied > 2);
+    let keeps = |replica: &mut Replica, index| {
+        let mut message = Message { msg_type: MessageType::MsgSnapshot, ..Message::default() };
+        message.mut_snapshot().mut_metadata().index = index;
+        let header = codec::encode_message(&message);
+        let complete = Complete { header, data: Bytes::from_static(b"state"), keep_only: true };
+        replica.handle_transferred(2, complete);
+        replica.snapshots.take_to_keep().map(|kept| kept.metadata.index)
+    };
+    assert_eq!(keeps(&mut replica, 2), None, "it is no witness");
+    replica.config.witness = true;
+    assert!(replica.consensus.propose(vec![Bytes::new()]));
+    poll(&mut replica);
+    assert!(replica.consensus.tail().last() > applied);
+    assert_eq!(keeps(&mut replica, 1), None, "it has that one");
+    assert_eq!(keeps(&mut replica, applied + 1), None, "it is not applied yet");
+    assert_eq!(keeps(&mut replica, applied), Some(applied));
+    assert_eq!(keeps(&mut replica, 2), None, "it has a newer one");
+}
+
+/// GUARANTEES R3: whoever leads next goes on from the highest time in its log, applied or not.
+#[test]
+fn time_is_seen_in_entries_that_are_not_applied() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let (from, term, index, log_term) = (2, 5, 1, 1);
+    let msg_type = MessageType::MsgAppend;
+    let mut append = Message { msg_type, from, term, index, log_term, ..Default::default() };
+    let mut data = Vec::new();
+    codec::begin_payload(&mut data, 1, Timestamp(5000));
+    append.entries = vec![Entry { index: 2, term, data: data.into(), ..Default::default() }].into();
+    hear(&mut replica, append);
+    write_all(&mut replica);
+    assert_eq!((replica.status().applied, replica.time_seen()), (1, Timestamp(5000)));
+}
+
+/// A member says that it has started, and which versions it reads.
+fn start_of(run: Incarnation, version: u32) -> Bytes {
+    let client_addr = String::new();
+    let start = Start { disk: run.raft_id(), client_addr, version, witness: false };
+    let (session, request, body) = (SessionId(0), RequestId(0), ProposalBody::Start(start));
+    let mut bytes = Vec::new();
+    codec::put_item(&mut bytes, &Proposal { session, epoch: 0, request, keep: false, body });
+    Frame::Forward(Batch { run, first_seq: 1, count: 1, bytes: bytes.into() }).encode()
+}
+
+/// GUARANTEES 42: a version that all members read is used when an operator says so, and no sooner.
+#[test]
+fn a_version_is_raised_by_an_operator() {
+    let (mut replica, _) = leader();
+    let mut id = 0;
+    let mut finalize = |replica: &mut Replica| {
+        id += 1;
+        replica.admin(id, AdminRequest::Finalize);
+        let events = write_all(replica).events;
+        let answer = |event: &NodeEvent| {
+            let NodeEvent::Admin(of, result) = event else { return None };
+            (*of == id).then(|| result.clone())
+        };
+        events.iter().find_map(answer).expect("it is answered")
+    };
+    assert!(finalize(&mut replica).unwrap_err().contains("has not said yet"));
+    for other in [2, 3] {
+        replica.handle_frame(other, start_of(Incarnation::new(other, 1), 2));
+    }
+    write_all(&mut replica);
+    let why = finalize(&mut replica).unwrap_err();
+    assert!(why.contains("not all members read version 2: n1 (up to 1);"), "{why}");
+    // It is started again as a newer program.
+    replica.config.start.version = 2;
+    replica.renew_incarnation(replica.run());
+    write_all(&mut replica);
+    assert_eq!(replica.machine().version(), 1, "nobody has said so");
+    assert_eq!(finalize(&mut replica), Ok(()));
+    assert_eq!(replica.machine().version(), 2);
+    write_all(&mut replica);
+    let last = replica.status().last;
+    assert_eq!(finalize(&mut replica), Ok(()));
+    assert_eq!(replica.status().last, last, "there is nothing to do");
+}
+
+/// A member that starts again may have lost what it had acknowledged: the leader finds out how far its log reaches.
+#[test]
+fn what_a_member_has_is_not_believed_after_its_start() {
+    let mut replica = elected();
+    let last = replica.status().last;
+    assert_eq!(replica.lags(), [(2, 0), (3, last)]);
+    replica.handle_frame(2, start_of(Incarnation::new(2, 1), 1));
+    assert_eq!(replica.lags(), [(2, last), (3, last)]);
+    acknowledge(&mut replica, 2);
+    assert!(replica.lags()[0].1 < last, "it has said so itself");
+}
+
+/// GUARANTEES 33: a witness has no clients, and leads only until somebody else can.
+#[test]
+fn a_witness_takes_and_proposes_nothing() {
+    let mut replica = replica(&[1], 1);
+    replica.config.witness = true;
+    assert!(!replica.submit(&item(1), None));
+    let close = ProposalBody::Close { orderly: true, referenced: false };
+    assert!(!replica.submit(&Proposal { body: close, ..item(2) }, None), "not even an end");
+    let mut now = Timestamp(1);
+    for _ in 0..300 {
+        now = now + TICK;
+        replica.handle_time(now);
+        write_all(&mut replica);
+    }
+    let status = replica.status();
+    assert_eq!((status.role, replica.is_open()), (Role::Leader, false));
+    assert_eq!(status.last, 2, "the empty entry that Raft begins a term with");
+}
+
+/// Who has no state yet is told where the others are, until it has some.
+#[test]
+fn new_members_are_introduced() {
+    let (mut replica, mut now) = leader();
+    let mut introduced = |replica: &mut Replica| {
+        now = now + LOOK;
+        replica.handle_time(now);
+        let outputs = write_all(replica);
+        let to = |outgoing: &Outgoing| match Frame::decode(outgoing.bytes.clone()) {
+            Ok(Frame::Members { members }) => {
+                let members = codec::unpack::<BTreeMap<RaftId, Member>>(&members);
+                assert_eq!(members.expect("it was just made"), *replica.machine().members());
+                Some(outgoing.to)
+            }
+            _ => None,
+        };
+        outputs.frames.iter().filter_map(to).collect::<Vec<_>>()
+    };
+    assert_eq!(introduced(&mut replica), [2, 3]);
+    acknowledge(&mut replica, 2);
+    assert_eq!(introduced(&mut replica), [3]);
+    acknowledge(&mut replica, 3);
+    assert_eq!(introduced(&mut replica), [] as [RaftId; 0]);
+}
+
+/// A node is level with its leader when it has applied what an append said is committed.
+#[test]
+fn a_leader_says_what_is_committed() {
+    let mut replica = replica(&[1, 2, 3], 1);
+    let (from, term, index, log_term, commit) = (2, 5, 1, 1, 7);
+    let msg_type = MessageType::MsgAppend;
+    hear(
+        &mut replica,
+        Message { msg_type, from, term, index, log_term, commit, ..Default::default() },
+    );
+    assert!(!replica.candidacy.is_level(6) && replica.candidacy.is_level(7));
+}
+
+/// Who is alone waits for nobody. Others give a leader the time to be heard.
+#[test]
+fn a_single_voter_leads_at_once() {
+    let role = |voters: &[RaftId]| {
+        let mut replica = replica(voters, 1);
+        replica.handle_time(Timestamp(1) + TICK);
+        write_all(&mut replica);
+        replica.status().role
+    };
+    assert_eq!((role(&[1]), role(&[1, 2, 3])), (Role::Leader, Role::Follower));
 }

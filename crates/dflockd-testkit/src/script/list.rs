@@ -12,7 +12,7 @@ macro_rules! each_script {
             $($more,)*
             vectors framing parse_errors auth lifecycle disconnect mutex two_phase semaphores rw
             elections counters kv lists barriers signals watches stats service hello mux sessions
-            reports admin gc startup_delay shutdown foreign
+            reports admin gc startup_delay shutdown foreign references
         }
     };
 }

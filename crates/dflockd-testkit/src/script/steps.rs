@@ -9,7 +9,7 @@ pub struct Section {
     pub title: String,
     /// The flags of its server.
     pub flags: Vec<String>,
-    /// Where it is played, if not everywhere.
+    /// Where it is played, if not everywhere; [`Way::Durable`] stands for every way with a log.
     pub only: Option<Way>,
     /// Its steps.
     pub steps: Vec<Step>,
@@ -133,6 +133,7 @@ pub fn parse(text: &str) -> Result<Vec<Section>, String> {
             section.only = Some(match way {
                 "process" => Way::InProcess,
                 "tcp" => Way::Tcp,
+                "log" => Way::Durable,
                 _ => return Err(format!("line {number}: only where? {way:?}")),
             });
         } else {

@@ -45,11 +45,7 @@ const NOT_THE_SAME: &[Difference] = &[
         "get does not create; a failed one does not either",
         "what is subtracted is added with the other sign, which the smallest integer does not have",
     ),
-    (
-        "elections",
-        "an explicit observer hears everything but the election of itself (decision 12)",
-        OBSERVERS,
-    ),
+    ("elections", "an explicit observer hears everything but the election of itself", OBSERVERS),
     (
         "elections",
         "an observer that is promoted hears of the failover, not of its own election",
@@ -360,7 +356,7 @@ fn is_played<D: Api>(name: &str, section: &Section, durable: bool) -> bool {
         || differs(D::NOT_THE_SAME, name, section)
         || durable && differs(NOT_REPLICATED, name, section);
     !is_otherwise
-        && section.only != Some(Way::InProcess)
+        && !matches!(section.only, Some(Way::InProcess | Way::Durable))
         && section.steps.iter().all(|step| match &step.action {
             Action::Send { lines, .. } => {
                 let lines: Vec<_> = lines.iter().map(|line| sample(line)).collect();

@@ -215,6 +215,7 @@ impl CommandCall {
             | Command::NewTerm
             | Command::Detach { .. }
             | Command::Attach
+            | Command::Identify { .. }
             | Command::Orphan { .. }
             | Command::EndSession { .. } => return None,
         })

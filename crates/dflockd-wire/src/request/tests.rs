@@ -106,6 +106,8 @@ fn conformance_vectors() {
     check("ping\n_\n_\n", Request::Ping);
     check("ping\n\n\n", Request::Ping);
     check("stats\n_\n\n", Request::Stats);
+    check("stats\n_\nanything\n", Request::Stats);
+    check("stats\n_\ncluster\n", Request::Members);
     check("auth\n_\nx\n", Request::Auth { token: b"x" });
     let value = b"hello world";
     check("kset\nk\nhello world\t5\n", KvSet { key: b"k", value, ttl: Some(secs(5)) });
@@ -503,6 +505,7 @@ fn printed_as_clients_send_it() {
     }
     check(Request::Auth { token: b"t" }, "auth\n_\nt\n");
     check(Request::Stats, "stats\n_\n\n");
+    check(Request::Members, "stats\n_\ncluster\n");
     check(Request::Ping, "ping\n_\n\n");
     check(lock(b"k", 10, None), "l\nk\n10\n");
     check(lock(b"k", 10, Some(5)), "l\nk\n10 5\n");
@@ -536,6 +539,7 @@ fn requests<'a>(
         Request::Auth { token },
         Request::Ping,
         Request::Stats,
+        Request::Members,
         Request::Barrier,
         Request::StableRef { reference: name },
         Request::Hello { name, words: if flag { vec![word, name] } else { vec![] } },

@@ -268,8 +268,8 @@ settings! {
     /// gRPC address told to others.
     grpc_advertise_addr: Option<HostPort> = Optional(Address { dialled: true }),
         "grpc-advertise-addr", "DFLOCKD_GRPC_ADVERTISE_ADDR", "grpc-host:grpc-port" needs "raft-dir";
-    /// All nodes of a new cluster, the same list on each, this node among them. A node with state on
-    /// disk takes the list as a hint only.
+    /// All nodes of a new cluster, the same list on each, this node among them. The cluster is formed
+    /// when all of them have met. A node with state on disk takes the list as a hint only.
     cluster_peers: Vec<PeerSpec> = PEERS, "cluster-peers", "DFLOCKD_CLUSTER_PEERS", "" needs "raft-dir";
     /// Start a cluster of this node alone, to be grown later; --cluster-peers may then name this
     /// node only. Without it and without --cluster-peers a new node waits to be added.
@@ -290,7 +290,8 @@ settings! {
     /// What a node that does not lead does with a request: send the client to the leader, pass the
     /// request on, or choose by what the client understands.
     follower_mode: FollowerMode = FOLLOWER_MODE, "follower-mode", "DFLOCKD_FOLLOWER_MODE", "auto" needs "raft-dir";
-    /// How long locks of a cleanly closed connection with a stable reference wait for its return.
+    /// How long the places in queues of a connection with a stable reference, and its locks if it was
+    /// cleanly closed, wait for its return.
     orphan_ttl: Duration = seconds(0..).zero("not at all"),
         "orphan-ttl", "DFLOCKD_ORPHAN_TTL_S", "0" needs "raft-dir";
     /// Time after a change of leader during which no lease ends, so that its holder can renew it.

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use arc_swap::ArcSwap;
 use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
 use dflockd_engine::{
-    Api, Attaching, Attachment, Engine, PendingFlushes, Place, Pushed, SessionSecret, Sink,
+    Api, Attaching, Attachment, Engine, Mailbox, PendingFlushes, Place, Pushed, SessionSecret,
     Submitted,
 };
 use parking_lot::Mutex;
@@ -33,7 +33,7 @@ pub(crate) struct SessionEnded;
 /// A session whose requests are awaited. It ends when this is dropped, unless it was kept.
 pub(crate) struct Caller {
     service: Arc<Service>,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<CallMailbox>,
     me: Attachment,
     last_request: AtomicU64,
     orderly: AtomicBool,
@@ -53,9 +53,9 @@ impl Caller {
         label: Arc<str>,
         push_bytes: Arc<PushBytes>,
     ) -> Self {
-        let mailbox = Arc::new(Mailbox::new(Arc::clone(&service.engine), api, push_bytes));
-        let sink: Arc<dyn Sink> = Arc::<Mailbox>::clone(&mailbox);
-        let me = service.engine.open(sink, label);
+        let mailbox = Arc::new(CallMailbox::new(Arc::clone(&service.engine), api, push_bytes));
+        let into: Arc<dyn Mailbox> = Arc::<CallMailbox>::clone(&mailbox);
+        let me = service.engine.open(into, label);
         Self {
             service: Arc::clone(service),
             mailbox,
@@ -117,6 +117,11 @@ impl Caller {
     /// Waits until the server shuts down.
     pub(crate) async fn drained(&self) {
         self.service.drained().await;
+    }
+
+    /// Gives the session a reference by which its client is known.
+    pub(crate) fn set_reference(&self, reference: Arc<str>) {
+        self.me.set_reference(reference);
     }
 
     /// Gives the session a name that people see.
@@ -254,24 +259,26 @@ impl Caller {
     /// The client says that it is done: what the session holds is released, as the policy says.
     pub(crate) fn close(&self) {
         if !self.orderly.swap(true, Ordering::SeqCst) {
-            self.end(true);
+            self.end(true, false);
         }
     }
 
     /// The client was not heard of for too long, or the server leaves: the session ends like a lost connection.
-    pub(crate) fn abandon(&self) {
+    /// If it is `expected`, a client with a reference may come back with another session.
+    fn abandon(&self, expected: bool) {
         if !self.orderly.swap(true, Ordering::SeqCst) {
-            self.end(false);
+            self.end(false, expected);
         }
     }
 
-    /// The client of a kept session was not heard of for too long: it waits for it, as long as this token is valid.
-    pub(crate) fn detach(&self, pass: Pass) {
+    /// The client of a kept session was not heard of for too long (`silent`), or the server leaves: the session waits
+    /// for it, as long as this token is valid. What a silent client with a reference has waits for the reference.
+    pub(crate) fn detach(&self, pass: Pass, silent: bool) {
         if !self.service.auth.is_valid(TokenKind::Client, pass) {
             return self.revoke();
         }
         self.service.detached.note(&self.me, pass);
-        self.abandon();
+        self.abandon(silent);
     }
 
     /// The token of the client was dropped: the session ends, also one that would wait for its client.
@@ -285,10 +292,10 @@ impl Caller {
         }
     }
 
-    fn end(&self, orderly: bool) {
+    fn end(&self, orderly: bool, referenced: bool) {
         self.mailbox.shut();
         let mut flushes = PendingFlushes::new();
-        self.service.engine.close(&self.me, orderly, false, &mut flushes);
+        self.service.engine.close(&self.me, orderly, referenced, &mut flushes);
         flushes.run();
     }
 
@@ -334,7 +341,7 @@ impl Caller {
 impl Drop for Caller {
     fn drop(&mut self) {
         if !*self.orderly.get_mut() {
-            self.end(false);
+            self.end(false, false);
         }
     }
 }
@@ -492,7 +499,7 @@ thread_local! {
     static FLUSHING: RefCell<Option<VecDeque<PendingFlushes>>> = const { RefCell::new(None) };
 }
 
-/// Flushes the sinks that got what a session gave back. If one of them calls this, the others are flushed after it:
+/// Flushes the mailboxes that got what a session gave back. If one of them calls this, the others are flushed after it:
 /// each may have to give back in turn, and thousands of them within each other would exhaust the stack.
 fn run_in_turn(mut flushes: PendingFlushes) {
     /// Whatever happens, the next one begins anew.
@@ -523,7 +530,7 @@ fn run_in_turn(mut flushes: PendingFlushes) {
 }
 
 /// Where the engine leaves what a session must hear.
-struct Mailbox {
+struct CallMailbox {
     engine: Arc<Engine>,
     api: Api,
     state: Mutex<State>,
@@ -533,7 +540,7 @@ struct Mailbox {
     gone: Notify,
 }
 
-impl Drop for Mailbox {
+impl Drop for CallMailbox {
     fn drop(&mut self) {
         let pushes = &self.state.get_mut().pushes;
         self.push_bytes.remove(pushes.iter().map(push_bytes).sum());
@@ -587,7 +594,7 @@ impl State {
     }
 }
 
-impl Mailbox {
+impl CallMailbox {
     fn new(engine: Arc<Engine>, api: Api, push_bytes: Arc<PushBytes>) -> Self {
         let (pushed, gone) = (Notify::new(), Notify::new());
         Self { engine, api, state: Mutex::default(), push_bytes, pushed, gone }
@@ -609,7 +616,7 @@ impl Mailbox {
     }
 }
 
-impl Sink for Mailbox {
+impl Mailbox for CallMailbox {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         let mut state = self.state.lock();
         if state.closed {

@@ -107,17 +107,21 @@ impl<T> SessionStore<T> {
         self.open.lock().values().cloned().collect()
     }
 
-    /// A new session with this name for people, and its secret.
+    /// A new session with this name for people and this reference, and its secret.
     pub(crate) async fn open(
         &self,
         peer: Peer,
         label: Option<&str>,
+        reference: Option<&str>,
         silence_max: Option<Duration>,
         details: impl FnOnce(&Caller) -> T,
     ) -> Result<(SessionSecret, Arc<Session<T>>), NoSession> {
         let permit = self.permit(peer.0)?;
         let label = label.map_or_else(|| peer.0.to_string(), str::to_owned);
         let caller = Caller::open(&self.service, self.api, label.into());
+        if let Some(reference) = reference {
+            caller.set_reference(reference.into());
+        }
         let secret = if !self.keeps {
             SessionSecret(rand::random())
         } else if !caller.has_home() {
@@ -224,7 +228,7 @@ impl<T> SessionStore<T> {
         };
         // A request whose body still comes may have one of them, and finds it gone.
         for (_, session) in over {
-            session.abandon();
+            session.abandon(true);
         }
     }
 
@@ -247,7 +251,7 @@ impl<T> SessionStore<T> {
     pub(crate) fn clear(&self) {
         let all = std::mem::take(&mut *self.open.lock());
         for session in all.into_values() {
-            session.abandon();
+            session.abandon(false);
         }
     }
 
@@ -288,9 +292,9 @@ impl<T> Session<T> {
         in_flight.load(Ordering::SeqCst) == 0 && self.silence_max.is_some_and(|max| silence > max)
     }
 
-    fn abandon(&self) {
+    fn abandon(&self, silent: bool) {
         // Those that are not kept end, and are not found when it is asked.
-        self.caller.detach(self.pass.get());
+        self.caller.detach(self.pass.get(), silent);
         self.permit.lock().take();
     }
 }

@@ -198,6 +198,8 @@ metrics! {
         "Entries this member proposed as leader"
     RAFT_PROPOSALS_FAILED Counter Cluster "dflockd_raft_proposals_failed_total" []
         "Requests this member could not bring to a decision in time"
+    RAFT_LOOKS Counter Cluster "dflockd_raft_looks_total" []
+        "Looks at the whole state, which all requests of the member wait for: stats, lists, event streams, /metrics"
     RAFT_APPLY Counter Cluster "dflockd_raft_apply_total" []
         "Entries that were applied"
     RAFT_APPLY_FAILED Counter Cluster "dflockd_raft_apply_failed_total" []

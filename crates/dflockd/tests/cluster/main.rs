@@ -8,15 +8,18 @@
 #![cfg(test)]
 
 mod commands;
+mod forms;
 mod kill;
 mod load;
 mod membership;
 mod metrics;
+mod names;
 mod new_cluster;
 mod operate;
 mod partition;
 mod peers;
 mod policy;
+mod references;
 mod rotation;
 mod slow_disk;
 mod storage;

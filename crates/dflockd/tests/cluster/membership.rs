@@ -332,7 +332,7 @@ fn the_leader_can_be_removed() {
     eventually("one is left", || members[last].voters().len() == 1);
     members[last].connect().check("incr", "alone", "1", "ok 1");
     let name = members[last].name.clone();
-    site.refused(&members[last], remove(&name), "nobody");
+    site.refused(&members[last], remove(&name), "no other voter could lead");
 }
 
 #[test]
@@ -364,6 +364,32 @@ fn a_dead_node_is_replaced() {
     let mut client = new.connect();
     client.check("l", "lock", "0", "timeout");
     client.check("r", "lock", &token, "ok");
+}
+
+/// GUARANTEES 41, 43: a voter was away while the others were exchanged. It knows neither that the new one votes nor
+/// where it is, and both are a majority when the last one that it knew is lost.
+#[test]
+fn a_voter_that_was_away_elects_one_that_it_does_not_know() {
+    let site = Site::new();
+    let mut members = site.grow();
+    let at = leader(&members);
+    let (away, other) = ((at + 1) % 3, (at + 2) % 3);
+    site.stop(&mut members[away]);
+    let mut new = site.member("node-d", &[]);
+    site.start(&mut new);
+    site.admin(&members[at], add(&new)).unwrap();
+    site.promote(&members[at], &new);
+    let name = members[other].name.clone();
+    site.admin(&members[at], remove(&name)).unwrap();
+    site.check_removed(&mut members[other]);
+    members[at].connect().check("incr", "count", "1", "ok 1");
+    site.stop(&mut members[at]);
+    site.start(&mut members[away]);
+    for member in [&new, &members[away]] {
+        member.wait_until_ready();
+        assert_eq!(member.voters().len(), 3);
+    }
+    members[away].connect().check("incr", "count", "1", "ok 2");
 }
 
 /// GUARANTEES 50: with one of three voters down, neither of the others may go. By force it goes, and then nothing is

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::time::{Duration, Instant};
 
 use dflockd_testkit::cluster::NAMES;
 use dflockd_testkit::http::{Ask, Wire};
-use dflockd_testkit::{Cluster, Turn, eventually};
-use serde_json::json;
+use dflockd_testkit::{Client, Cluster, Heard, Turn, eventually, millis};
+use serde_json::{Value, json};
 
 use super::operate::{ADMIN, operate};
 
@@ -54,6 +55,7 @@ fn lag_of(at: usize) -> String {
 
 const TIME_LAG: &str = "dflockd_raft_time_lag_seconds";
 const ELECTIONS: &str = "dflockd_raft_elections_total";
+const LOOKS: &str = "dflockd_raft_looks_total";
 
 #[test]
 fn syncs_bytes_results_and_followers_are_measured() {
@@ -145,4 +147,96 @@ fn elections_and_the_lag_of_time_are_measured() {
     assert_eq!(site.get(now, TIME_LAG), 0.0);
     let follows = if now == last { next } else { last };
     site.wait_for(follows, TIME_LAG, |lag| lag < 1.0);
+}
+
+/// What a member says of its cluster when it is asked for nothing else.
+#[track_caller]
+fn members(client: &mut Client) -> Value {
+    let answer = client.ask("stats", "_", "cluster");
+    let told = answer.strip_prefix("ok ").unwrap_or_else(|| panic!("{answer}"));
+    let mut told: Value = serde_json::from_str(told).unwrap();
+    assert_eq!(told.as_object().unwrap().len(), 1, "nothing else: {told}");
+    told["cluster"].take()
+}
+
+/// GUARANTEES 48: every client of a cluster asks for the members now and then. That costs the member no look at its
+/// state, and it is answered without a majority.
+#[test]
+fn members_are_told_without_a_look_at_the_state() {
+    let mut site = Site::start();
+    let (leader, others) = site.cluster.leader_and_others();
+    let mut client = site.cluster.connect(leader);
+    client.check("incr", "count", "1", "ok 1");
+
+    let before = site.get(leader, LOOKS);
+    for _ in 0..50 {
+        let told = members(&mut client);
+        assert_eq!(told["leader_id"], NAMES[leader]);
+        let listed: Vec<_> = told["members"].as_array().unwrap().iter().collect();
+        assert_eq!(listed.len(), 3);
+        assert!(listed.iter().all(|member| member["client_addr"].is_string()), "{told}");
+    }
+    assert_eq!(site.get(leader, LOOKS), before + 1.0, "there is only that of /metrics itself");
+    for _ in 0..50 {
+        assert_eq!(client.stats()["cluster"]["leader_id"], NAMES[leader]);
+    }
+    assert_eq!(site.get(leader, LOOKS), before + 52.0);
+
+    for at in others {
+        site.cluster.nodes[at].kill();
+    }
+    let alone = eventually("it leads no more", || {
+        let told = members(&mut client);
+        (told["ready"] == false).then_some(told)
+    });
+    assert_eq!(alone["members"].as_array().unwrap().len(), 3, "{alone}");
+}
+
+/// GUARANTEES 48: members are asked for news only when there are some, however many follow, and once for all of them.
+/// GUARANTEES 31: who follows through another member is told all the same.
+#[test]
+fn event_streams_cost_nothing_while_nothing_changes() {
+    let site = Site::start();
+    let (leader, others) = site.cluster.leader_and_others();
+    let mut client = site.cluster.connect(leader);
+    for at in [leader, others[0]] {
+        let watch = || {
+            let mut wire = Wire::open(site.http[at], None);
+            wire.begin(&Ask::get("/v1/watch?pattern=k.*"));
+            wire.into_events()
+        };
+        let mut streams: Vec<_> = (0..20).map(|_| watch()).collect();
+        let before = site.get(at, LOOKS);
+        std::thread::sleep(millis(1000));
+        assert_eq!(site.get(at, LOOKS), before + 1.0, "there is only that of /metrics itself");
+        for round in 1..=3 {
+            client.check("kset", "k.a", "v", "ok");
+            for stream in &mut streams {
+                assert_eq!(stream.next().name, "change");
+            }
+            let looks = site.get(at, LOOKS) - before - 1.0;
+            assert_eq!(looks, f64::from(2 * round), "one for each change, and that of /metrics");
+        }
+    }
+}
+
+/// GUARANTEES 48: who reads the metrics does not wait behind those who look at a state that nobody can confirm.
+#[test]
+fn a_scrape_does_not_wait_behind_looks_without_a_majority() {
+    let mut site = Site::start();
+    let (leader, others) = site.cluster.leader_and_others();
+    let mut clients: Vec<_> = (0..20).map(|_| site.cluster.connect(leader)).collect();
+    clients.iter_mut().for_each(|client| client.check("ping", "_", "", "ok"));
+    for at in others {
+        site.cluster.nodes[at].kill();
+    }
+    // Each takes five seconds to find out, and few are made at a time.
+    clients.iter_mut().for_each(|client| client.begin("inspect", "k", ""));
+    std::thread::sleep(millis(500));
+    let begun = Instant::now();
+    assert_eq!(site.get(leader, "dflockd_raft_voters"), 3.0);
+    let took = begun.elapsed();
+    let last = clients.last_mut().map(|client| client.hear(Duration::ZERO));
+    assert_eq!(last, Some(Heard::Nothing), "it waits for its turn");
+    assert!(took < Duration::from_secs(3), "{took:?}");
 }

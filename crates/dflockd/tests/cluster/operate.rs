@@ -161,7 +161,7 @@ fn a_drained_node_does_not_lead() {
 #[test]
 fn a_single_node_can_not_be_drained() {
     let cluster = Cluster::start(1, &ADMIN);
-    refuses(&mut cluster.connect(0), "drain", json!({}), "nobody else");
+    refuses(&mut cluster.connect(0), "drain", json!({}), "no other voter");
 }
 
 /// GUARANTEES 41: the address of a member changes, and the cluster goes on with it there.

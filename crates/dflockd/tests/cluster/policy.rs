@@ -1,4 +1,4 @@
-//! What the end of a connection means (GUARANTEES R8), and what is replicated of the flags (decision 47).
+//! What the end of a connection means (GUARANTEES R8), and what is replicated of the flags.
 
 use std::ops::Range;
 use std::time::{Duration, Instant};

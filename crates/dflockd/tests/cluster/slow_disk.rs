@@ -1,60 +1,21 @@
 //! Slow disks and disks that hang (promises 35, 43): a node goes on with everything that does not need its own.
-//!
-//! A library between the server and the system makes every sync as slow as a file says.
 
-use std::fs;
-use std::path::PathBuf;
-use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use dflockd_testkit::brake::Brake;
 use dflockd_testkit::cluster::CALM_MS;
 use dflockd_testkit::{Cluster, Turn, eventually, millis};
 
-/// Sleeps before every sync for as many milliseconds as the file `FILE` says, if there is one.
-const BRAKE: &str = r#"
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdio.h>
-#include <unistd.h>
-int fdatasync(int fd) {
-    static int (*sync)(int);
-    int wait = 0;
-    FILE *file = fopen(FILE_NAME, "r");
-    if (file) {
-        if (fscanf(file, "%d", &wait) != 1) wait = 0;
-        fclose(file);
-    }
-    usleep(1000 * wait);
-    if (!sync) sync = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
-    return sync(fd);
-}
-"#;
+/// A disk that hangs.
+const HUNG: Duration = Duration::from_secs(20);
 
 /// A cluster with a brake at each node.
-fn start(size: usize) -> (Cluster, Vec<PathBuf>) {
+fn start(size: usize) -> (Cluster, Vec<Brake>) {
     let calm = ["--election-timeout-ms", CALM_MS];
     let mut cluster = Cluster::prepare(Turn::alone(), size, &calm);
-    let source = cluster.dir.path("brake.c");
-    fs::write(&source, BRAKE).unwrap();
-    let mut brakes = Vec::new();
-    for node in &mut cluster.nodes {
-        let library = cluster.dir.path(&format!("brake-{}.so", node.name));
-        let brake = cluster.dir.path(&format!("brake-{}", node.name));
-        let compiled = Command::new("cc")
-            .args(["-shared", "-fPIC", "-o"])
-            .arg(&library)
-            .arg(format!("-DFILE_NAME=\"{}\"", brake.display()))
-            .arg(&source)
-            .arg("-ldl")
-            .status()
-            .expect("a C compiler, as for the build");
-        assert!(compiled.success());
-        let library = library.to_str().unwrap().to_owned();
-        node.variable = Some(("LD_PRELOAD", Box::leak(library.into_boxed_str())));
-        brakes.push(brake);
-        node.start();
-    }
-    cluster.wait_until_ready();
+    let dir = &cluster.dir;
+    let brakes = cluster.nodes.iter_mut().map(|node| Brake::fit(node, dir)).collect();
+    cluster.start_all();
     (cluster, brakes)
 }
 
@@ -65,7 +26,7 @@ fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
     let mut client = cluster.connect(others[0]);
     client.check("incr", "count", "1", "ok 1");
 
-    fs::write(&brakes[leader], "20000").unwrap();
+    brakes[leader].set(HUNG);
     let begun = Instant::now();
     client.check("incr", "count", "1", "ok 2");
     let first = begun.elapsed();
@@ -77,15 +38,15 @@ fn a_leader_whose_disk_hangs_goes_on_with_those_of_the_others_and_leaves() {
     client.lock_and_release("held", "5 30");
     println!("answered after {first:?}, {next} leads after {left:?}");
     assert!(begun.elapsed() < millis(15_000), "they waited for the disk that hangs");
-    fs::remove_file(&brakes[leader]).unwrap();
+    brakes[leader].release();
 }
 
 /// Nothing that serves clients waits for a disk: while the disk of a node hangs, its own clients are answered if they
 /// ask for nothing that must be durable.
-fn serves_while_its_disk_hangs(cluster: &Cluster, at: usize, brake: &PathBuf) {
+fn serves_while_its_disk_hangs(cluster: &Cluster, at: usize, brake: &Brake) {
     let (mut writer, mut other) = (cluster.connect(at), cluster.connect(at));
     other.check("ping", "_", "", "ok");
-    fs::write(brake, "20000").unwrap();
+    brake.set(HUNG);
     let begun = Instant::now();
     writer.begin("incr", "hung", "1");
     for _ in 0..20 {
@@ -125,7 +86,7 @@ fn slow_disks_lose_nothing_and_keep_their_leader() {
     let leader = cluster.leader();
     let term = cluster.nodes[leader].status().unwrap()["term"].clone();
     for brake in &brakes {
-        fs::write(brake, "60").unwrap();
+        brake.set(millis(60));
     }
     let mut clients: Vec<_> = (0..6).map(|at| cluster.connect(at % 3)).collect();
     for round in 1..=5 {
@@ -142,7 +103,7 @@ fn slow_disks_lose_nothing_and_keep_their_leader() {
     // All that was told is on the disks, however slow.
     cluster.kill_all();
     for (node, brake) in cluster.nodes.iter_mut().zip(&brakes) {
-        fs::remove_file(brake).unwrap();
+        brake.release();
         node.start();
     }
     cluster.wait_until_ready();

@@ -1,4 +1,4 @@
-//! What is on disk: restarts, damage, interrupted writes, full disks (GUARANTEES 35, 38, 40; decisions 53, 65).
+//! What is on disk: restarts, damage, interrupted writes, full disks (GUARANTEES 35, 38, 40).
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;

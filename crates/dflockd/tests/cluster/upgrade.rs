@@ -19,6 +19,8 @@ use super::operate::{ADMIN, answer, as_member, offline_with, operate, promote, r
 
 /// What makes a process speak for the older version.
 const OLDER: (&str, &str) = ("DFLOCKD_CLUSTER_VERSION_MAX", "1");
+/// The version that the newer program reads.
+const NEWEST: u64 = 4;
 const FLAGS: [&str; 4] = [ADMIN[0], ADMIN[1], "--election-timeout-ms", "500"];
 
 /// A cluster of which these nodes run the newer program.
@@ -42,7 +44,7 @@ fn upgraded(turn: Turn) -> Cluster {
         cluster.nodes[at].start();
         cluster.wait_until_ready();
     }
-    wait_for_versions(&cluster, 1, [3, 3, 3]);
+    wait_for_versions(&cluster, 1, [NEWEST, NEWEST, NEWEST]);
     cluster
 }
 
@@ -117,7 +119,7 @@ fn is_too_old(node: &mut Node, why: &str) {
 #[test]
 fn a_mixed_cluster_stays_at_what_all_read() {
     let mut cluster = start(Turn::shared(), &[1, 2]);
-    wait_for_versions(&cluster, 1, [1, 3, 3]);
+    wait_for_versions(&cluster, 1, [1, NEWEST, NEWEST]);
     for leader in [1, 0] {
         let_lead(&cluster, leader);
         for at in 0..3 {
@@ -130,7 +132,7 @@ fn a_mixed_cluster_stays_at_what_all_read() {
         operate(&mut cluster.connect(2), "snapshot", json!({}));
         cluster.connect(1).check("incr", "count", "1", &format!("ok {}", 2 - leader));
     }
-    wait_for_versions(&cluster, 1, [1, 3, 3]);
+    wait_for_versions(&cluster, 1, [1, NEWEST, NEWEST]);
 
     for at in 0..3 {
         assert_eq!(setting(&cluster, at, "max-lease-ttl"), 0, "version 1 has no such limit");
@@ -142,7 +144,7 @@ fn a_mixed_cluster_stays_at_what_all_read() {
     cluster.nodes[2].variable = Some(OLDER);
     cluster.nodes[2].start();
     cluster.wait_until_ready();
-    wait_for_versions(&cluster, 1, [1, 3, 1]);
+    wait_for_versions(&cluster, 1, [1, NEWEST, 1]);
     refuses(&mut cluster.connect(0), "finalize", json!({}), "node-a (up to 1), node-c (up to 1)");
     cluster.connect(2).check("kget", "key-1-0", "", "ok value");
     cluster.wait_until_equal();
@@ -159,7 +161,7 @@ fn a_mixed_cluster_stays_at_what_all_read() {
 #[test]
 fn a_new_cluster_uses_the_newest_version() {
     let cluster = start(Turn::shared(), &[0, 1, 2]);
-    wait_for_versions(&cluster, 3, [3, 3, 3]);
+    wait_for_versions(&cluster, NEWEST, [NEWEST, NEWEST, NEWEST]);
     for at in 0..3 {
         eventually("the limits of version 2", || setting(&cluster, at, "max-lease-ttl") == 86_400);
     }
@@ -182,7 +184,7 @@ fn a_finalised_cluster_has_no_way_back() {
     client.check("kset", "before", "1", "ok");
     assert_eq!(setting(&cluster, 0, "max-sessions"), 0);
     operate(&mut client, "finalize", json!({}));
-    wait_for_versions(&cluster, 3, [3, 3, 3]);
+    wait_for_versions(&cluster, NEWEST, [NEWEST, NEWEST, NEWEST]);
     for at in 0..3 {
         eventually("the limits of version 2", || setting(&cluster, at, "max-sessions") == 262_144);
     }
@@ -193,7 +195,7 @@ fn a_finalised_cluster_has_no_way_back() {
     operate(&mut client, "snapshot", json!({}));
     drop(client);
 
-    for (at, why) in [(1, "written in form 3"), (0, "written in form 4")] {
+    for (at, why) in [(1, "written in form 4"), (0, "written in form 5")] {
         cluster.nodes[at].terminate();
         is_too_old(&mut cluster.nodes[at], why);
         let dir = cluster.nodes[at].dir.to_str().unwrap().to_owned();
@@ -207,7 +209,7 @@ fn a_finalised_cluster_has_no_way_back() {
             let (whole, shown) = inspect(&cluster.nodes[at].dir, None);
             let versions = entry_versions(&shown);
             assert!(whole && versions.is_sorted(), "{shown}");
-            assert!(versions.contains(&1) && versions.contains(&3), "{shown}");
+            assert!(versions.contains(&1) && versions.contains(&NEWEST), "{shown}");
         }
         // The others went on meanwhile, and it is one of them again.
         cluster.connect(2).check("kset", &format!("without-{at}"), "1", "ok");
@@ -246,7 +248,7 @@ fn a_member_that_was_away_is_too_old_when_it_comes_back() {
     client.check("kset", "key", "value", "ok");
     cluster.nodes[away].variable = Some(OLDER);
     let said = cluster.nodes[away].start_in_vain();
-    assert!(said.contains("the cluster has version 3, this server knows up to 1"), "{said}");
+    assert!(said.contains("the cluster has version 4, this server knows up to 1"), "{said}");
     assert!(said.contains("start a newer one"), "{said}");
     cluster.nodes[away].variable = None;
     cluster.nodes[away].start();
@@ -282,7 +284,7 @@ fn a_witness_has_its_say() {
     });
     eventually("the witness has seen it", || {
         let status = operate(&mut cluster.connect(2), "status", json!({}));
-        status["cluster_version"] == 3
+        status["cluster_version"] == NEWEST
     });
     cluster.nodes[2].kill();
     cluster.nodes[2].variable = Some(OLDER);
@@ -317,10 +319,10 @@ fn a_rolling_upgrade_under_load_loses_nothing() {
         cluster.nodes[at].start();
         cluster.wait_until_ready();
     }
-    wait_for_versions(&cluster, 1, [3, 3, 3]);
+    wait_for_versions(&cluster, 1, [NEWEST, NEWEST, NEWEST]);
     load.wait_for_more(50);
     operate(&mut cluster.connect(0), "finalize", json!({}));
-    wait_for_versions(&cluster, 3, [3, 3, 3]);
+    wait_for_versions(&cluster, NEWEST, [NEWEST, NEWEST, NEWEST]);
     load.wait_for_more(50);
     let ledger = load.stop();
     keepers.finish(&mut cluster.connect(0));
@@ -330,5 +332,43 @@ fn a_rolling_upgrade_under_load_loses_nothing() {
     let refused = ledger.refused();
     // A draining node says so; nothing else may be refused.
     assert!(refused.iter().all(|answer| answer.contains("error_draining")), "{refused:?}");
+    cluster.wait_until_equal();
+}
+
+/// GUARANTEES 42: a reference keeps what it kept before until the version is raised, whichever program a client's node
+/// runs; from there on its client gets it back.
+#[test]
+fn references_begin_with_their_version() {
+    let flags = ["--orphan-ttl", "30", "--follower-mode", "forward"];
+    let mut cluster = Cluster::prepare(Turn::shared(), 3, &[&FLAGS[..], &flags].concat());
+    cluster.nodes[2].variable = Some((OLDER.0, "3"));
+    cluster.nodes.iter_mut().for_each(Node::start);
+    cluster.wait_until_ready();
+    wait_for_versions(&cluster, 3, [NEWEST, NEWEST, 3]);
+    let come = |cluster: &Cluster, at: usize| {
+        let mut client = cluster.connect(at);
+        client.check("stable-ref", "me", "", "ok");
+        client
+    };
+    for at in [0, 2] {
+        let key = format!("before-{at}");
+        drop({
+            let mut client = come(&cluster, at);
+            client.lock(&key, "0 60");
+            client
+        });
+        come(&cluster, 1).check("l", &key, "1", "timeout");
+    }
+    cluster.nodes[2].terminate();
+    cluster.nodes[2].variable = None;
+    cluster.nodes[2].start();
+    cluster.wait_until_ready();
+    wait_for_versions(&cluster, 3, [NEWEST; 3]);
+    operate(&mut cluster.connect(0), "finalize", json!({}));
+    wait_for_versions(&cluster, NEWEST, [NEWEST; 3]);
+    let mut client = come(&cluster, 2);
+    let token = client.lock("after", "0 60");
+    drop(client);
+    assert_eq!(come(&cluster, 1).ask("l", "after", "5 50"), format!("ok {token} 50"));
     cluster.wait_until_equal();
 }

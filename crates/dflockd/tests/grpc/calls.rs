@@ -46,7 +46,11 @@ async fn sessions(link: &Link) {
     assert_eq!(opened.ttl_ms, 33_000);
     assert!(opened.session.len() == 40 && opened.number != 0);
     let session = link.open(5000).await;
-    let attach = AttachRequest { session: session.id.clone(), client_name: "me".into() };
+    let attach = AttachRequest {
+        session: session.id.clone(),
+        client_name: "me".into(),
+        ..Default::default()
+    };
     let attached = link.sessions().attach(attach).await.unwrap().into_inner();
     assert_eq!((attached.number, attached.ttl_ms), (session.number, 5000));
     let held = session.lock("s.k").await;
@@ -183,7 +187,8 @@ async fn two_steps(link: &Link) {
 async fn look(link: &Link) {
     let a = link.open(0).await;
     let name = "a client with a name";
-    let attach = AttachRequest { session: a.id.clone(), client_name: name.into() };
+    let attach =
+        AttachRequest { session: a.id.clone(), client_name: name.into(), ..Default::default() };
     link.sessions().attach(attach).await.unwrap();
     for number in 0..5 {
         a.lock(&format!("look.{number}")).await;

@@ -35,9 +35,14 @@ async fn a_session_works_through_every_member() {
     let request = AcquireRequest { request_id: 2, ..session.request("two", 60_000) };
     let here = session.begin(request.clone());
     links[0].wait_for_waiters("two", 1).await;
-    let attach = AttachRequest { session: session.id.clone(), client_name: "moved".into() };
+    let attach = AttachRequest {
+        session: session.id.clone(),
+        client_name: "moved".into(),
+        tell_last_request_id: true,
+    };
     let attached = links[1].sessions().attach(attach).await.unwrap().into_inner();
     assert_eq!((attached.number, attached.ttl_ms), (session.number, 10_000));
+    assert_eq!(attached.last_request_id, Some(2), "the one that waits");
     // The call that is left behind does nothing any more.
     let left = soon("the end of the old call", here).await.unwrap();
     refused(left, Code::NotFound, Reason::SessionGone);

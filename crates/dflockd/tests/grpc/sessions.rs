@@ -117,6 +117,13 @@ async fn a_request_id_makes_once() {
         let item = link.lists().pop(pop.clone()).await.unwrap().into_inner().item;
         assert_eq!(item.as_deref(), Some(&b"x"[..]), "promise 26");
     }
+    // Whoever goes on with the session is told where its numbers stand, if it asks.
+    for (tell_last_request_id, told) in [(true, Some(12)), (false, None)] {
+        let session = session.id.clone();
+        let attach = AttachRequest { session, tell_last_request_id, ..Default::default() };
+        let attached = other.sessions().attach(attach).await.unwrap().into_inner();
+        assert_eq!(attached.last_request_id, told);
+    }
 }
 
 /// A client that waits with a number comes back to its place in the queue; both calls get the grant.
@@ -181,7 +188,9 @@ async fn silence_ends_a_session() {
     let (silent, back) = (link.open(1000).await, link.open(1000).await);
     let (one, two) = (silent.lock("silent").await, back.lock("back").await);
     assert_eq!((one.valid_for_ms, two.valid_for_ms), (1000, 1000));
-    link.wait_for_holders("silent", 0).await;
+    for key in ["silent", "back"] {
+        link.wait_for_holders(key, 0).await;
+    }
     // Given up here, but not forgotten: it waits at least ten seconds for its client.
     let kept = back.keep_alive().await.unwrap();
     assert_eq!((kept.renewed, kept.valid_for_ms), (0, 1000));

@@ -54,7 +54,7 @@ fn a_token_is_needed() {
     for path in ["/health", "/ready", "/v1/openapi.json"] {
         assert_eq!(site.get(path).status, 200, "{path}");
     }
-    // The page itself is open (decision 29).
+    // The page itself is open.
     assert_ne!(site.get("/ui/").status, 401);
     // The admin token does not replace it.
     let ask = Ask::post("/v1/admin/sessions/1/end", &json!({ "reason": "x" })).admin("adm1n");

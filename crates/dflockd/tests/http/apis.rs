@@ -98,5 +98,5 @@ fn connections_of_both_are_counted() {
         let count = |stats: &serde_json::Value| stats[list].as_array().map(Vec::len);
         assert_eq!(count(&stats), count(&same), "{list}");
     }
-    assert!(stats["locks"][0]["fence"].is_string(), "decision 6: {stats}");
+    assert!(stats["locks"][0]["fence"].is_string(), "{stats}");
 }

@@ -181,7 +181,7 @@ fn no_fence_no_grant() {
     panic!("ten fences out of two");
 }
 
-/// While the server waits for the leases of its predecessor, acquires queue (decision 26).
+/// While the server waits for the leases of its predecessor, acquires queue.
 #[test]
 fn grants_can_be_delayed() {
     let site = Site::start(&["--startup-grant-delay", "3"]);

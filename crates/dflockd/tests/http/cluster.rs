@@ -306,7 +306,7 @@ fn a_witness_serves_nobody() {
         assert_eq!(place.get(path).status, 200, "{path}");
     }
     let ready = place.get("/ready");
-    assert!(ready.text().contains("witness"), "decision 43: {}", ready.text());
+    assert!(ready.text().contains("witness"), "{}", ready.text());
     let refused = |ask: Ask| {
         eventually("the witness refuses", || {
             let reply = place.ask(ask.clone());
@@ -318,6 +318,31 @@ fn a_witness_serves_nobody() {
     refused(Ask::get("/v1/kv/k"));
     refused(Ask::get("/v1/locks"));
     refused(Ask::get("/v1/watch?pattern=a"));
+}
+
+/// Decision 43: a node says what it is as long as it is no voter.
+#[test]
+fn a_learner_says_what_it_is() {
+    let members = Members::start(1, &["--admin-token", ADMIN]);
+    let [client, peer, http] = members.cluster.more_addresses(3)[..] else { panic!("three") };
+    let api = ["--http-port".to_owned(), http.port().to_string()];
+    let mut new = Node::new("new", client, peer, members.cluster.dir.path("new"), &api);
+    new.start();
+    let place = Place { http, line: client, tls: None, bearer: None };
+    let role = || place.get("/ready").json()["role"].clone();
+    eventually("it waits to be added", || role() == "joining");
+    let mut operator = members.cluster.connect(0);
+    let wanted = json!({
+        "node": new.name,
+        "peer_addr": peer.to_string(),
+        "client_addr": client.to_string(),
+        "reason": "a test",
+    });
+    let added = operator.ask("cluster", "add", &format!("{ADMIN} {wanted}"));
+    assert!(added.contains(r#""done":true"#), "{added}");
+    eventually("it has caught up", || place.get("/ready").status == 200);
+    assert_eq!(role(), "learner");
+    assert_eq!(members.places[0].get("/ready").ok(), json!({ "status": "ok" }), "a voter");
 }
 
 /// GUARANTEES 5 and 17: a waiter at a follower is granted after the leader changed.

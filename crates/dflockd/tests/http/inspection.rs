@@ -269,7 +269,7 @@ fn administration_is_off_without_a_token() {
         ("POST", "/v1/admin/voters"),
         ("DELETE", "/v1/admin/voters/n1"),
     ] {
-        // Checked before anything else (decision 4), also before the body.
+        // Checked before anything else, also before the body.
         let reply = site.ask(Ask::new(method, path).admin("x").body("nonsense"));
         reply.refused(503, "admin_disabled");
     }

@@ -128,7 +128,7 @@ fn semaphore(a: &Session, b: &Session) {
         b.post("/v1/semaphores/s/release", &grant.proof()).refused(404, "not_held");
         b.post("/v1/semaphores/s/renew", &grant.proof()).refused(404, "not_held");
     }
-    // The largest there may be (decision 9).
+    // The largest there may be.
     let most = a.take("/v1/semaphores/most", &json!({ "limit": 1_048_576 }));
     a.post("/v1/semaphores/most/release", &most.proof()).empty();
 }

@@ -346,7 +346,7 @@ fn service_routes() {
     for list in ["locks", "semaphores", "idle_locks", "rw_locks", "counters", "kv_entries"] {
         assert!(stats[list].is_array(), "{list}: {stats}");
     }
-    assert!(stats.get("cluster").is_none(), "decision 14: {stats}");
+    assert!(stats.get("cluster").is_none(), "{stats}");
     let metrics = site.get("/metrics");
     assert_eq!(metrics.status, 200);
     let kind = metrics.header("content-type").unwrap();

@@ -133,7 +133,7 @@ fn streams_are_pinged() {
 #[test]
 fn streams_outlive_the_idle_timeout() {
     for ping in ["0", "15"] {
-        // Left at its default it adapts (decision 3); 0 is given explicitly.
+        // Left at its default it adapts; 0 is given explicitly.
         let mut args = vec!["--http-session-idle-timeout", "1"];
         if ping == "0" {
             args.extend(["--http-sse-ping-interval", "0"]);

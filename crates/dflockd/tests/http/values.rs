@@ -93,7 +93,7 @@ fn entries(place: &Place) {
     assert_eq!(place.get("/v1/kv/text").ok()["value"], text);
     let mut line = place.line();
     assert_eq!(line.ask("kget", "text", ""), format!("ok {text}"));
-    // What is no text is shown as well as can be (decision 14).
+    // What is no text is shown as well as can be.
     line.send(b"kset\nbytes\n\xff\xfe!\n");
     assert_eq!(line.line(), "ok");
     assert_eq!(place.get("/v1/kv/bytes").ok()["value"], "\u{fffd}\u{fffd}!");

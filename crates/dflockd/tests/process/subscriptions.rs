@@ -8,7 +8,7 @@ use dflockd_replica::codec;
 use dflockd_replica::disk::RealDisk;
 use dflockd_replica::log::{LogBatch, LogOptions, LogStore};
 use dflockd_replica::machine::Machine;
-use dflockd_replica::types::{Action, Item};
+use dflockd_replica::types::{Proposal, ProposalBody};
 use dflockd_testkit::process::limited;
 use dflockd_testkit::{Client, Dir, Server, eventually};
 
@@ -190,9 +190,10 @@ fn add_long_watches(dir: &Dir, count: u16) {
     for number in 0..count {
         let pattern = long_pattern(number.into());
         let to = Subscription::Changes { pattern: pattern.as_bytes(), from: None };
-        let action = Action::Command(dflockd_core::Command::Subscribe(command::Subscribe { to }));
+        let body =
+            ProposalBody::Command(dflockd_core::Command::Subscribe(command::Subscribe { to }));
         let (session, request) = (run.session(7), RequestId(number.into()));
-        let item = Item { session, epoch: 0, request, keep: false, action };
+        let item = Proposal { session, epoch: 0, request, keep: false, body };
         codec::put_item(&mut items, &item);
     }
     let mut payload = Vec::new();

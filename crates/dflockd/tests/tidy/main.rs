@@ -174,7 +174,7 @@ fn source_files() -> impl Iterator<Item = String> {
         let parts: Vec<_> = path.split('/').collect();
         match parts[..] {
             ["crates", "dflockd", "ui", ..] => path.ends_with(".js"),
-            ["crates", _, "src", ..] | ["bench" | "sim" | "fuzz", "src", ..] => {
+            ["crates", _, "src", ..] | ["bench" | "chaos" | "sim" | "fuzz", "src", ..] => {
                 path.ends_with(".rs")
             }
             _ => false,
@@ -327,6 +327,32 @@ fn lines_are_short() {
         }
     }
     assert!(long.is_empty(), "longer than {LINE_BYTES_MAX} bytes:\n{long}");
+}
+
+/// What comments and tests call GUARANTEES, by a number or a rule, stands in `docs/guarantees.md`.
+#[test]
+fn guarantees_that_are_named_are_in_the_document() {
+    let document = read(&root().join("docs/guarantees.md"));
+    let is_there = |name: &str| match name.strip_prefix('R') {
+        Some(_) => document.contains(&format!("\n**{name} ")),
+        None => document.contains(&format!("\n| {name} | ")),
+    };
+    let mut named = 0;
+    for path in files().iter().filter(|path| has_extension(path, &["rs", "txt"])) {
+        for (index, line) in read(path).lines().enumerate() {
+            let Some((_, behind)) = line.split_once("GUARANTEES ") else { continue };
+            let name = behind.split(|letter: char| !letter.is_ascii_alphanumeric()).next();
+            let name = name.unwrap_or_default();
+            let digits = name.strip_prefix('R').unwrap_or(name);
+            if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+                continue;
+            }
+            named += 1;
+            let at = format!("{}:{}", path.display(), index + 1);
+            assert!(is_there(name), "{at}: there is no {name} in docs/guarantees.md");
+        }
+    }
+    assert!(named > 100, "only {named} are named");
 }
 
 #[test]

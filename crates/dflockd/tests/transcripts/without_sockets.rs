@@ -57,7 +57,7 @@ impl Server for InProcess {
     fn open(&mut self, conn: &str) {
         let peer = Arc::new(Peer::default());
         let served = Arc::clone(&peer);
-        let me = self.service.engine.open(peer.inbox.sink(move |_| served.flush()), conn.into());
+        let me = self.service.engine.open(peer.inbox.mailbox(move |_| served.flush()), conn.into());
         let (service, inbox) = (Arc::clone(&self.service), Arc::clone(&peer.inbox));
         *peer.talk.lock() = Some(Connection::new(service, inbox, me, conn.into()));
         self.service.connections.fetch_add(1, Ordering::Relaxed);

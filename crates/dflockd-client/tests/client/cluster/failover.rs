@@ -1,4 +1,4 @@
-//! Leaders are killed under a client that holds and waits (promises 2, 3, 5, 13, 17, 19).
+//! Leaders are killed under a client that holds and waits (promises 2, 3, 5, 13, 17, 19, and 47 on lines).
 //!
 //! `DFLOCKD_SOAK_KILLS=200 cargo test -p dflockd-client --test client leaders_are_killed -- --nocapture` goes on for
 //! longer.
@@ -118,9 +118,11 @@ fn stand_in_line(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leaders_are_killed_under_a_hundred_locks_and_a_hundred_waits() {
-    let nodes = Nodes::start(&[]);
+    let nodes = Nodes::start_inspected().await;
     let builder = nodes.builder();
-    kill_leaders(nodes, builder, kills(5)).await;
+    let nodes = kill_leaders(nodes, builder, kills(5)).await;
+    nodes.check_forms();
+    assert!(nodes.answers_inspected() > 1000, "{}", nodes.answers_inspected());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -130,7 +132,7 @@ async fn leaders_are_killed_under_clients_by_grpc() {
     kill_leaders(nodes, builder, kills(3)).await;
 }
 
-async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
+async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) -> Nodes {
     let connect = async |name: &str| builder.clone().name(name).connect().await.unwrap();
     let client = connect("holder").await;
     let others = [connect("other-0").await, connect("other-1").await];
@@ -264,4 +266,5 @@ async fn kill_leaders(mut nodes: Nodes, builder: ClientBuilder, kills: usize) {
             assert!(next.fence() > fence);
         }
     }
+    nodes
 }

@@ -1,13 +1,20 @@
 //! A cluster of three server processes, used from tasks.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::Duration;
 
 use dflockd_client::{Client, ClientBuilder, Guard, Instant, Transport};
 use dflockd_testkit::cluster::{Addresses, NAMES};
 use dflockd_testkit::eventually::tasks::{eventually, soon};
+use dflockd_testkit::forms::Forms;
+use dflockd_testkit::http::{Ask, Wire};
 use dflockd_testkit::{Cluster, LIMIT, Turn};
+use parking_lot::Mutex;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::block_in_place;
 
 use super::super::server::crowded;
@@ -21,6 +28,8 @@ pub(super) struct Nodes {
     /// Where clients dial them, by what the members tell.
     advertised: Vec<SocketAddr>,
     grpc: Vec<SocketAddr>,
+    http: Vec<SocketAddr>,
+    inspection: Inspection,
 }
 
 impl Nodes {
@@ -35,9 +44,32 @@ impl Nodes {
         let flags = [&usual, flags].concat();
         let mut cluster = Cluster::prepare_at(Turn::free(), &addresses, &flags);
         let grpc = cluster.add_api("--grpc-port");
-        let mut nodes = Self { cluster, advertised: addresses.advertised, grpc };
+        let http = cluster.add_api("--http-port");
+        let inspection = Inspection::default();
+        let mut nodes = Self { cluster, advertised: addresses.advertised, grpc, http, inspection };
         nodes.start_all();
         nodes
+    }
+
+    /// Three members whose answers on lines are held to the forms that their requests allow.
+    pub(super) async fn start_inspected() -> Self {
+        let mut addresses = Addresses::free(3);
+        let inspection = Inspection::default();
+        for (at, member) in addresses.clients.iter().enumerate() {
+            addresses.advertised[at] = inspection.stand_before(*member).await;
+        }
+        Self { inspection, ..Self::start_at(addresses, &[]) }
+    }
+
+    /// GUARANTEES 47: every answer that went through had a form that its request allows.
+    #[track_caller]
+    pub(super) fn check_forms(&self) {
+        assert_eq!(*self.inspection.broken.lock(), Vec::<String>::new());
+    }
+
+    /// How many answers went through.
+    pub(super) fn answers_inspected(&self) -> u64 {
+        self.inspection.answers.load(Ordering::SeqCst)
     }
 
     pub(super) fn start_all(&mut self) {
@@ -72,6 +104,16 @@ impl Nodes {
         block_in_place(|| self.cluster.leader())
     }
 
+    /// How often the members had to look at their state, this look not included.
+    pub(super) fn looks(&self) -> u64 {
+        let looks = |&http| {
+            let page = Wire::open(http, None).ask(&Ask::get("/metrics")).text();
+            let line = page.lines().find_map(|line| line.strip_prefix("dflockd_raft_looks_total "));
+            line.unwrap().parse::<u64>().unwrap() - 1
+        };
+        block_in_place(|| self.http.iter().map(looks).sum())
+    }
+
     pub(super) fn address(&self, at: usize) -> String {
         self.advertised[at].to_string()
     }
@@ -91,6 +133,62 @@ impl Nodes {
     pub(super) async fn client(&self, name: &str) -> Client {
         self.builder().name(name).connect().await.unwrap()
     }
+}
+
+/// What stands between clients and members and reads along.
+#[derive(Clone, Default)]
+struct Inspection {
+    answers: Arc<AtomicU64>,
+    broken: Arc<Mutex<Vec<String>>>,
+}
+
+impl Inspection {
+    /// The address of something that passes all bytes on to a member and from it.
+    async fn stand_before(&self, member: SocketAddr) -> SocketAddr {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (address, inspection) = (listener.local_addr().unwrap(), self.clone());
+        tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                tokio::spawn(inspection.clone().carry(client, member));
+            }
+        });
+        address
+    }
+
+    async fn carry(self, client: TcpStream, member: SocketAddr) {
+        let Ok(server) = TcpStream::connect(member).await else { return };
+        let (from_client, to_client) = client.into_split();
+        let (from_server, to_server) = server.into_split();
+        let forms = Mutex::new(Forms::default());
+        let mut request: Vec<String> = Vec::new();
+        let requests = carry_lines(from_client, to_server, |line| {
+            request.push(String::from_utf8_lossy(line).into_owned());
+            if let [command, key, arg] = request.as_slice() {
+                forms.lock().asked(command, key, arg);
+                request.clear();
+            }
+        });
+        let answers = carry_lines(from_server, to_client, |line| {
+            self.answers.fetch_add(1, Ordering::SeqCst);
+            self.broken.lock().extend(forms.lock().check(line).err());
+        });
+        tokio::join!(requests, answers);
+    }
+}
+
+/// Passes bytes on, whole lines at a time, each after it was looked at.
+async fn carry_lines(from: OwnedReadHalf, mut to: OwnedWriteHalf, mut look: impl FnMut(&[u8])) {
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    while let Ok(1..) = from.read_until(b'\n', &mut line).await {
+        look(line.strip_suffix(b"\n").unwrap_or(&line));
+        if to.write_all(&line).await.is_err() {
+            return;
+        }
+        line.clear();
+    }
+    // Who has nothing more to say may still hear something.
+    let _ = to.shutdown().await;
 }
 
 /// The member that a client talks to.

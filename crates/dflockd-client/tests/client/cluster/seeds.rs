@@ -27,6 +27,24 @@ async fn one_seed_is_enough() {
     guard.release().await.unwrap();
 }
 
+/// GUARANTEES 48: to know the members costs them no look at their state, however many clients want to.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn members_are_learned_without_a_look_at_the_state() {
+    let nodes = Nodes::start(&[]);
+    let before = nodes.looks();
+    for builder in [nodes.builder(), nodes.grpc_builder()] {
+        for _ in 0..10 {
+            let client = builder.clone().connect().await.unwrap();
+            assert_eq!(client.membership().unwrap().members.len(), 3);
+            held(&client, "k").await.release().await.unwrap();
+        }
+    }
+    // One for each of the three pages that were read before.
+    assert_eq!(nodes.looks() - before, 3);
+    nodes.client("curious").await.stats().await.unwrap();
+    assert_eq!(nodes.looks() - before, 7);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wrong_seeds_among_good_ones() {
     let nodes = Nodes::start(&[]);

@@ -6,8 +6,8 @@ use std::time::Duration;
 use dflockd_engine::{Api, View};
 use dflockd_replica::admin::AdminRequest;
 use dflockd_replica::policy::{PolicySetting, PolicyValue};
-use dflockd_replica::policy_settings;
 use dflockd_replica::types::{AutoRelease as Release, Policy as CorePolicy};
+use dflockd_replica::{Role, policy_settings};
 use dflockd_wire::grpc::cluster_server::Cluster;
 use dflockd_wire::grpc::{
     AddRequest, AddressRequest, AutoRelease, ClusterResponse, DrainRequest, FinalizeRequest,
@@ -254,7 +254,7 @@ impl App {
         HealthResponse {
             ready,
             draining,
-            role: view.status.map_or("joining", |status| status.role).to_owned(),
+            role: Role::name_of(view.status.map(|status| status.role)).to_owned(),
             leader: leader.map(|leader| leader.node.clone()).unwrap_or_default(),
             term: view.status.map_or(0, |status| status.term),
         }

@@ -180,7 +180,7 @@ impl App {
             Some(holder.map(|holder| Leader {
                 fence: holder.fence.0,
                 session: holder.session.0,
-                client: names.of(holder.session),
+                client: names.of(holder.session, holder.client.as_ref()),
                 value: Default::default(),
             }))
         });

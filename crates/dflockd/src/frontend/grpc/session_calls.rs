@@ -109,8 +109,16 @@ impl Service for Services {
         if let Some(name) = name {
             session.caller.set_label(name.into());
         }
-        let number = session.caller.id().0;
-        Ok(Response::new(AttachResponse { number, ttl_ms: session.ttl_ms() }))
+        let id = session.caller.id();
+        let mut last_request_id = None;
+        if request.tell_last_request_id {
+            // The session may be here already, and may have been used since through another member.
+            let engine = Arc::clone(&self.0.service.engine);
+            let last = self.0.service.looks.wait(move || engine.last_request(id)).await.flatten();
+            last_request_id = Some(last.ok_or_else(Refused::unavailable)?.0);
+        }
+        let ttl_ms = session.ttl_ms();
+        Ok(Response::new(AttachResponse { number: id.0, ttl_ms, last_request_id }))
     }
 
     async fn cancel(

@@ -107,7 +107,7 @@ impl App {
         let silence_max = Some(Duration::from_nanos(ttl.0));
         let opened = self
             .sessions
-            .open(peer, name, silence_max, |caller| Details::of(caller, ttl, metadata));
+            .open(peer, name, None, silence_max, |caller| Details::of(caller, ttl, metadata));
         let (secret, session) = opened.await?;
         Ok((SessionKey { secret, ttl_ms: u32::try_from(session.ttl_ms()).ok() }, session))
     }

@@ -1,6 +1,6 @@
 //! Locks and values as people see them.
 
-use dflockd_core::{KeyKind, KeyView, LockKind, LockView, SessionId, Span};
+use dflockd_core::{Bytes, KeyKind, KeyView, LockKind, LockView, SessionId, Span};
 use dflockd_engine::Engine;
 use dflockd_wire::grpc::{
     BarrierView, CounterView, DescribeResponse, EntryView, Holder, ListView, Lock, LockMode, Waiter,
@@ -16,14 +16,14 @@ impl<'a> Names<'a> {
         Self(report::Names::new(engine))
     }
 
-    pub(super) fn of(&mut self, session: SessionId) -> String {
-        self.0.of(session).as_ref().to_owned()
+    pub(super) fn of(&mut self, session: SessionId, client: Option<&Bytes>) -> String {
+        self.0.of(session, client).as_ref().to_owned()
     }
 
     pub(super) fn lock(&mut self, view: &LockView) -> Lock {
         let holders = view.holders.iter().map(|holder| Holder {
             session: holder.session.0,
-            client: self.of(holder.session),
+            client: self.of(holder.session, holder.client.as_ref()),
             fence: holder.fence.0,
             lease_left_ms: millis(holder.expires_in),
             held_ms: millis(holder.held_for),
@@ -33,7 +33,7 @@ impl<'a> Names<'a> {
         let holders = holders.collect();
         let queue = view.queue.iter().map(|waiter| Waiter {
             session: waiter.session.0,
-            client: self.of(waiter.session),
+            client: self.of(waiter.session, waiter.client.as_ref()),
             waiting_ms: millis(waiter.waiting),
             writer: waiter.writer,
         });

@@ -381,7 +381,7 @@ impl Holder {
     fn new(view: &HolderView, names: &mut Names<'_>) -> Self {
         Self {
             session: Decimal(view.session.0),
-            client: names.of(view.session),
+            client: names.of(view.session, view.client.as_ref()),
             fence: Decimal(view.fence.0),
             lease_left_ms: millis(view.expires_in),
             held_ms: millis(view.held_for),
@@ -395,7 +395,7 @@ impl Waiter {
     fn new(view: &WaiterView, names: &mut Names<'_>) -> Self {
         Self {
             session: Decimal(view.session.0),
-            client: names.of(view.session),
+            client: names.of(view.session, view.client.as_ref()),
             waiting_ms: millis(view.waiting),
             writer: view.writer,
         }

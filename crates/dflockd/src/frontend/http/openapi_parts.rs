@@ -110,7 +110,7 @@ refusals! {
         429: "`rate_limited`: too many requests from this address.",
         500: "`internal`: a defect of the server.",
         503: "`draining`: the server is shutting down. `not_leader`: ask the member in `X-Dflockd-Leader`. \
-            `unavailable`: nobody can decide it now, and nothing was done. `unknown`: the request may have had its \
+            `unavailable`: it can not be decided now, and nothing was done. `unknown`: the request may have had its \
             effect. `max_locks`, `max_waiters`, `max_keys`, `max_holds`, `max_waits`, `max_sessions`, \
             `max_sessions_per_ip`, `max_subscriptions`: a limit is reached. \
             `fence_persistence`: no fence can be had now."
@@ -151,7 +151,7 @@ refusals! {
     /// Of a counter.
     CounterConflict { 409: "`overflow`: the counter would leave 64 bits." }
     /// Of a list.
-    ListConflict { 409: "`list_full`: the list has as many items as it may have." }
+    ListConflict { 409: "`list_full`: the list is full." }
     /// Of a barrier.
     BarrierConflict {
         409: "`barrier_count_mismatch`: others wait for another number. `already_waiting`: the session waits here."

@@ -59,10 +59,10 @@ async fn health() -> Response {
 )]
 async fn ready(State(app): State<Shared>) -> Response {
     let engine = &app.service.engine;
-    let role = match engine.view().map(|view| view.status) {
+    let role = match engine.view() {
         Some(_) if engine.is_witness() => Some("witness"),
-        Some(None) => Some("joining"),
-        Some(Some(status)) => Some(status.role).filter(|role| *role == "learner"),
+        Some(view) if view.status.is_none() => Some("joining"),
+        Some(view) => view.is_learner().then_some("learner"),
         None => None,
     };
     let unavailable =

@@ -28,13 +28,14 @@ pub(crate) fn routes() -> OpenApiRouter<Shared> {
 }
 
 /// What a new session may say of itself.
-#[derive(Deserialize, ToSchema)]
+#[derive(Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct NewSession {
     /// A name that people see: 1-64 printable bytes without space.
     #[schema(min_length = 1, max_length = 64, pattern = "^[!-~]+$")]
     client: Option<String>,
-    /// A name that stays the same over restarts of the client: 1-64 printable bytes.
+    /// A name that stays the same over restarts of the client: 1-64 printable bytes. In a cluster with an orphan TTL,
+    /// a session with the same one gets back what an earlier session left behind, by asking for the same lock again.
     #[schema(min_length = 1, max_length = 64, pattern = "^[ -~]+$")]
     stable_ref: Option<String>,
 }
@@ -49,8 +50,8 @@ struct CreatedSession {
 }
 
 impl NewSession {
-    /// What people see of the session.
-    fn label(self) -> Result<Option<String>, ApiError> {
+    /// Whether the names can be used.
+    fn check(&self) -> Result<(), ApiError> {
         let fits = |name: &str, first: u8| {
             (1..=NAME_BYTES_MAX).contains(&name.len())
                 && name.bytes().all(|byte| (first..=b'~').contains(&byte))
@@ -62,7 +63,12 @@ impl NewSession {
             let why = "client is not 1 to 64 printable bytes without space";
             return Err(ApiError::bad_request(why));
         }
-        Ok(self.client.or(self.stable_ref))
+        Ok(())
+    }
+
+    /// What people see of the session.
+    fn label(&self) -> Option<&str> {
+        self.client.as_deref().or(self.stable_ref.as_deref())
     }
 }
 
@@ -102,8 +108,9 @@ async fn create_session(
     peer: Peer,
     new: Option<Json<NewSession>>,
 ) -> Result<Response, ApiError> {
-    let label = new.map(|Json(new)| new.label()).transpose()?.flatten();
-    let session_id = app.open_session(peer, label).await?;
+    let new = new.map(|Json(new)| new).unwrap_or_default();
+    new.check()?;
+    let session_id = app.open_session(peer, new.label(), new.stable_ref.as_deref()).await?;
     let idle_timeout_s = app.idle.as_secs();
     Ok(reply(&CreatedSession { session_id, idle_timeout_s }))
 }
@@ -193,7 +200,8 @@ mod tests {
 
     fn label(client: Option<&str>, stable_ref: Option<&str>) -> Option<Option<String>> {
         let [client, stable_ref] = [client, stable_ref].map(|name| name.map(str::to_owned));
-        NewSession { client, stable_ref }.label().ok()
+        let new = NewSession { client, stable_ref };
+        new.check().ok().map(|()| new.label().map(str::to_owned))
     }
 
     #[test]

@@ -89,10 +89,11 @@ impl App {
     pub(crate) async fn open_session(
         &self,
         peer: Peer,
-        label: Option<String>,
+        label: Option<&str>,
+        reference: Option<&str>,
     ) -> Result<String, ApiError> {
-        let opened =
-            self.sessions.open(peer, label.as_deref(), self.silence_max(), |_| Turn::default());
+        let silence_max = self.silence_max();
+        let opened = self.sessions.open(peer, label, reference, silence_max, |_| Turn::default());
         let (secret, _) = opened.await?;
         Ok(SessionKey { secret, ttl_ms: None }.text())
     }

@@ -16,6 +16,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{
     Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
@@ -255,6 +256,12 @@ impl Connection {
         self.me.id()
     }
 
+    /// The request that everything behind it waits for, on a connection without numbers.
+    #[must_use]
+    pub fn blocked_on(&self) -> Option<RequestId> {
+        self.blocked.as_ref().map(|(request, _)| *request)
+    }
+
     /// Bytes from the client.
     pub fn handle_input(&mut self, bytes: &[u8], flushes: &mut PendingFlushes) {
         self.now = self.service.engine.clock().now();
@@ -268,6 +275,10 @@ impl Connection {
         if self.pending.is_empty() {
             let used = self.execute(bytes, flushes);
             self.pending.extend_from_slice(&bytes[used..]);
+            if bug(Bug::TornLine) && !self.pending.is_empty() && !self.is_blocked() {
+                self.pending.push(b'\n');
+                self.resume(flushes);
+            }
         } else {
             self.pending.extend_from_slice(bytes);
             self.resume(flushes);
@@ -452,19 +463,12 @@ impl Connection {
     pub fn end(&mut self, flushes: &mut PendingFlushes) {
         self.phase = Phase::Over;
         let engine = Arc::clone(&self.service.engine);
-        let left = self.inbox.shut();
-        // What a numbered request of a kept session came to is told when it is repeated.
-        if !(self.kept && self.numbered) {
-            for (_, place, outcome) in self.unwritten.drain(..) {
-                engine.undo(place, &outcome, flushes);
-            }
-            self.give_back(left, flushes);
-            // Nobody could ever claim what comes of it; places taken by an enqueue stay.
-            if self.kept
-                && let Some((request, Open { place: Some(place), .. })) = self.blocked
-            {
-                engine.cancel(&self.me, request, place, flushes);
-            }
+        // Nobody could ever claim what comes of it; places taken by an enqueue stay.
+        if self.kept
+            && !self.numbered
+            && let Some((request, Open { place: Some(place), .. })) = self.blocked
+        {
+            engine.cancel(&self.me, request, place, flushes);
         }
         // It may end by itself just when its token is dropped.
         let is_valid = self.service.auth.is_valid(TokenKind::Client, self.pass);
@@ -475,7 +479,17 @@ impl Connection {
             if self.kept {
                 self.service.detached.note(&self.me, self.pass);
             }
-            engine.close(&self.me, self.input_ended, self.has_reference, flushes);
+            let referenced = self.has_reference && !self.kept;
+            engine.close(&self.me, self.input_ended, referenced, flushes);
+        }
+        let left = self.inbox.shut();
+        // What a numbered request of a kept session came to is told when it is repeated. All others give back what
+        // nobody was told, after their end: a client with a reference may come back for it.
+        if !(self.kept && self.numbered) {
+            for (_, place, outcome) in self.unwritten.drain(..) {
+                engine.undo(place, &outcome, flushes);
+            }
+            self.give_back(left, flushes);
         }
     }
 
@@ -887,6 +901,7 @@ impl Connection {
             | Request::StableRef { .. }
             | Request::Ping
             | Request::Stats
+            | Request::Members
             | Request::Barrier
             | Request::Inspect { .. }
             | Request::Ls { .. } => self.handle_own(op, id, number, request, was_fresh, flushes),
@@ -950,8 +965,11 @@ impl Connection {
                 let submitted = self.service.engine.barrier(&self.me, id);
                 self.resolve(Open::new(op), id, number, submitted);
             }
-            Request::StableRef { .. } => {
+            Request::StableRef { reference } => {
                 let first = !std::mem::replace(&mut self.has_reference, true);
+                if first {
+                    self.me.set_reference(reference.into());
+                }
                 self.respond(number, if first { &Response::Ok } else { &refused });
             }
             Request::Hello { name, ref words } => {
@@ -965,6 +983,10 @@ impl Connection {
                 let asked = self.now.0;
                 let looks = Arc::clone(&self.service.looks);
                 self.make_text(id, op, looks, move |service| Text::Value(service.stats(asked)));
+            }
+            // No more than a look at what this thread can see: every client of a cluster asks now and then.
+            Request::Members => {
+                self.respond(number, &Response::Value(&report::members(&self.service)));
             }
             Request::Ls { prefix, limit, after } => {
                 let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));

@@ -36,8 +36,8 @@ impl LocalServer {
     pub async fn converse(&self, mut stream: impl AsyncRead + AsyncWrite + Unpin) {
         let (inbox, flushed) = (Arc::<Inbox>::default(), Arc::new(Notify::new()));
         let notified = Arc::clone(&flushed);
-        let sink = inbox.sink(move |_| notified.notify_one());
-        let me = self.service.engine.open(sink, "local".into());
+        let mailbox = inbox.mailbox(move |_| notified.notify_one());
+        let me = self.service.engine.open(mailbox, "local".into());
         let connection = Connection::new(Arc::clone(&self.service), inbox, me, "local".into());
         let mut talk = Talk(connection);
         let connection = &mut talk.0;

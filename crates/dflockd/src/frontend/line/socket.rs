@@ -133,8 +133,8 @@ impl ClientSocket {
         });
         let label: Arc<str> = address.to_string().into();
         let served = Arc::clone(&client);
-        let sink = client.inbox.sink(move |patience| served.flush_within(patience));
-        let me = service.engine.open(sink, Arc::clone(&label));
+        let mailbox = client.inbox.mailbox(move |patience| served.flush_within(patience));
+        let me = service.engine.open(mailbox, Arc::clone(&label));
         tracing::debug!(peer = %address, conn = me.id().0, "connected");
         let connection = Connection::new(Arc::clone(service), Arc::clone(&client.inbox), me, label)
             .coming_from(address.ip());

@@ -10,6 +10,8 @@ use dflockd_wire::{ErrorCode, Op, Response, Unit};
 use super::{Connection, Open};
 use crate::frontend::line::translate;
 
+/// How the word begins that names the session to attach to.
+const ATTACH: &str = "attach=";
 /// Attempts to attach to a session that does not exist, after which a connection is closed.
 const FAILED_ATTACHES_MAX: u8 = 10;
 
@@ -34,8 +36,8 @@ impl Connection {
         let engine = Arc::clone(&self.service.engine);
         let mut greeting =
             Greeting { words: words.iter().map(ToString::to_string).collect(), session: None };
-        if let Some(digits) = words.iter().find_map(|word| word.strip_prefix("attach=")) {
-            greeting.session = Some(format!("attach={digits}"));
+        if let Some(digits) = words.iter().find_map(|word| word.strip_prefix(ATTACH)) {
+            greeting.session = Some(format!("{ATTACH}{digits}"));
             let attaching = match parse_secret(digits) {
                 Some(secret) => engine.attach(&self.me, id, secret, flushes),
                 None => Attaching::Done(None),
@@ -95,8 +97,10 @@ impl Connection {
         };
         self.me = session;
         let mut accepted = Vec::new();
+        let mut is_attached = false;
         if let Some(session) = greeting.session {
             self.kept = true;
+            is_attached = session.starts_with(ATTACH);
             accepted.push(session);
         }
         let mut numbered = false;
@@ -108,6 +112,10 @@ impl Connection {
                 "ms" => self.unit = Unit::Millis,
                 "lost" => self.inbox.wants_lost.store(true, Ordering::Relaxed),
                 "mux" => numbered = true,
+                "last" if is_attached => {
+                    accepted.push(format!("last={}", self.me.last_request().0));
+                    continue;
+                }
                 _ => continue,
             }
             accepted.push(word);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dflockd_core::{Outcome, Push, RequestId};
-use dflockd_engine::{Pushed, Sink};
+use dflockd_engine::{Mailbox, Pushed};
 use parking_lot::Mutex;
 
 /// Push lines that may wait for a slow reader; one more and it is cut off.
@@ -130,13 +130,13 @@ impl Default for Inbox {
     }
 }
 
-/// The sink of a line connection: everything goes into its inbox.
+/// The mailbox of a line connection: everything goes into its inbox.
 struct IntoInbox<F> {
     inbox: Arc<Inbox>,
     flush: F,
 }
 
-impl<F: Fn(Duration) + Send + Sync> Sink for IntoInbox<F> {
+impl<F: Fn(Duration) + Send + Sync> Mailbox for IntoInbox<F> {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
         self.inbox.put(Message::Reply(request, outcome))
     }
@@ -167,12 +167,12 @@ impl<F: Fn(Duration) + Send + Sync> Sink for IntoInbox<F> {
 }
 
 impl Inbox {
-    /// The sink that a connection opens its session with. `flush` has the connection handle what is in the inbox; if
+    /// The mailbox that a connection opens its session with. `flush` has the connection handle what is in the inbox; if
     /// another thread serves the connection, it waits for that thread as long as it is told and no longer.
-    pub fn sink(
+    pub fn mailbox(
         self: &Arc<Self>,
         flush: impl Fn(Duration) + Send + Sync + 'static,
-    ) -> Arc<dyn Sink> {
+    ) -> Arc<dyn Mailbox> {
         Arc::new(IntoInbox { inbox: Arc::clone(self), flush })
     }
 
