@@ -451,11 +451,18 @@ impl Drop for Pending<'_> {
         let mut flushes = PendingFlushes::new();
         if unanswered {
             service.engine.cancel(me, self.id, self.place, &mut flushes);
-        } else if let Ok(outcome) = self.receiver.try_recv() {
+        } else if let Some(outcome) = last_word(&mut self.receiver) {
             service.engine.undo(self.place, &outcome, &mut flushes);
         }
         flushes.run();
     }
+}
+
+/// The answer that was sent to a receiver which nobody listens to any more. One that is sent later comes back to its
+/// sender: an answer that stays in a channel whose receiver is then dropped would be lost with what it gives.
+fn last_word(receiver: &mut oneshot::Receiver<Outcome>) -> Option<Outcome> {
+    receiver.close();
+    receiver.try_recv().ok()
 }
 
 /// What a command came to. Whoever cannot tell it to the client drops it, and what it gave is given back.
@@ -719,7 +726,11 @@ impl Mailbox for CallMailbox {
 
 #[cfg(test)]
 mod tests {
-    use dflockd_core::{Mode, Span, command};
+    use std::pin::{Pin, pin};
+    use std::sync::atomic::AtomicU32;
+    use std::task::{Context, Poll, Waker};
+
+    use dflockd_core::{End, Mode, Span, command};
     use dflockd_engine::Clock;
 
     use super::*;
@@ -727,6 +738,39 @@ mod tests {
 
     /// Far more than fit on a stack if each were handled within the one before.
     const CALLS: usize = 20_000;
+
+    const ROUNDS: u32 = 20_000;
+
+    fn poll<F: Future>(call: Pin<&mut F>) -> Poll<F::Output> {
+        call.poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    fn done(call: impl Future<Output = Result<Answer, SessionEnded>>) -> Answer {
+        match poll(pin!(call)) {
+            Poll::Ready(answer) => answer.unwrap(),
+            Poll::Pending => panic!("it waits"),
+        }
+    }
+
+    /// Two threads go on at the same moment, which a barrier that sleeps does not do.
+    #[derive(Default)]
+    struct Meeting(AtomicU32);
+
+    impl Meeting {
+        fn meet(&self) {
+            let arrived = self.0.fetch_add(1, Ordering::SeqCst) + 1;
+            let both = arrived.next_multiple_of(2);
+            while self.0.load(Ordering::SeqCst) < both {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    fn spin(times: u32) {
+        for _ in 0..times {
+            std::hint::spin_loop();
+        }
+    }
 
     fn service() -> Arc<Service> {
         let parsed = Config::from_args(std::iter::empty(), &|_| None).unwrap();
@@ -779,6 +823,52 @@ mod tests {
         holder.close();
         lock_is_free(&service).await;
         drop(now);
+    }
+
+    /// GUARANTEES 26: an answer that is sent while its call is given up is either seen there or comes back to the
+    /// sender, who gives back what it gave.
+    #[test]
+    fn an_answer_to_a_call_that_is_given_up_is_not_lost() {
+        let (sender, mut receiver) = oneshot::channel();
+        sender.send(Outcome::Done).unwrap();
+        assert_eq!(last_word(&mut receiver), Some(Outcome::Done));
+        let (sender, mut receiver) = oneshot::channel();
+        assert_eq!(last_word(&mut receiver), None);
+        // The receiver is still there, as it is while its call is dropped.
+        assert_eq!(sender.send(Outcome::Done), Err(Outcome::Done));
+        drop(receiver);
+    }
+
+    /// GUARANTEES 26, 48: a call is given up by one thread while another one answers it, at every moment of both.
+    #[test]
+    fn an_item_is_told_or_stays_in_the_list() {
+        let service = service();
+        let popper = Caller::open(&service, Api::Http, "popper".into());
+        let pusher = Caller::open(&service, Api::Http, "pusher".into());
+        let pop = |wait| Command::Pop(command::Pop { key: b"l", end: End::Left, wait });
+        let ready = Meeting::default();
+        let mut lost = 0;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..ROUNDS {
+                    ready.meet();
+                    let push = command::Push { key: b"l", end: End::Right, value: b"v" };
+                    done(pusher.call(Command::Push(push))).told();
+                    ready.meet();
+                }
+            });
+            for round in 0..ROUNDS {
+                let mut call = Box::pin(popper.call(pop(Some(Span::from_secs(3600)))));
+                assert!(poll(call.as_mut()).is_pending());
+                ready.meet();
+                spin(round % 1024);
+                drop(call);
+                ready.meet();
+                let found = done(pusher.call(pop(None)));
+                lost += u32::from(!matches!(found.told(), Outcome::Popped { .. }));
+            }
+        });
+        assert_eq!(lost, 0, "of {ROUNDS} items");
     }
 
     /// GUARANTEES 48: so are those of a session that was cut off.
