@@ -672,7 +672,10 @@ impl Machine {
                 if let Some(kept) = self.registry.kept.get_mut(&session) {
                     kept.left |= epoch == 0;
                 }
-                if !self.registry.dead.remove(&session) && is_own {
+                // An ended session is remembered for what its first connection may have under way. Those that
+                // attached later send nothing that could bring it back, so their ends say nothing about that.
+                let is_first = epoch == 0 || self.version() < version::ENDED_FOR_GOOD;
+                if !(is_first && self.registry.dead.remove(&session)) && is_own {
                     self.close(session, orderly, referenced, events);
                 }
             }
@@ -1582,6 +1585,50 @@ mod tests {
         assert_eq!(send(&mut machine, 1, 9, end(b)), [late, b]);
         order(&mut machine, 100, &LeaderCommand::NodeLost { run: runs[0] });
         assert_eq!(machine.registry.dead, BTreeSet::from([b]), "the other run goes on");
+    }
+
+    /// GUARANTEES 18, 19: what the first connection of a kept session has under way comes to nothing when the session
+    /// was ended meanwhile, although a connection that had attached to it has closed since. Programs before version 4
+    /// forgot the session then.
+    #[test]
+    fn an_ended_session_stays_ended_when_a_later_connection_closes() {
+        for version in [3, 4] {
+            let (mut machine, runs) = two_runs(version, Span::ZERO);
+            let [kept, by] = runs.map(|run| run.session(1));
+            let mut seqs = [1, 1];
+            let mut stamp = 10;
+            let mut send = |machine: &mut Machine, at: usize, session, epoch, body| {
+                seqs[at] += 1;
+                stamp += 1;
+                let request = RequestId(seqs[at]);
+                let item = Proposal { session, epoch, request, keep: true, body };
+                let events = apply(machine, stamp, |payload| {
+                    let mut bytes = Vec::new();
+                    codec::put_item(&mut bytes, &item);
+                    let (run, first_seq) = (runs[at], seqs[at]);
+                    codec::Batch { run, first_seq, count: 1, bytes: bytes.into() }.put(payload);
+                });
+                events.contains(&Event::Gone { session, epoch, request })
+            };
+            let close = || ProposalBody::Close { orderly: false, referenced: false };
+            let add = || {
+                ProposalBody::Command(command::Add { key: b"n", delta: 1, decrement: false }.into())
+            };
+            send(&mut machine, 0, kept, 0, ProposalBody::Keep { secret: [3; 16] });
+            send(&mut machine, 1, by, 0, ProposalBody::Attach { secret: [3; 16] });
+            assert!(!send(&mut machine, 1, kept, 1, add()), "it is attached there");
+            send(&mut machine, 1, runs[1].session(2), 0, ProposalBody::Kick { session: kept });
+            send(&mut machine, 1, kept, 1, close());
+            let mut machine = again(&machine);
+            let remembers = version >= version::ENDED_FOR_GOOD;
+            assert_eq!(machine.registry.dead.contains(&kept), remembers);
+            assert_eq!(send(&mut machine, 0, kept, 0, add()), remembers, "it was under way");
+            send(&mut machine, 0, kept, 0, close());
+            assert!(machine.registry.dead.is_empty(), "nothing more can come");
+            let query = dflockd_core::Query::Counter { key: b"n" };
+            let read = machine.store().expect("it has begun").read(query, machine.now());
+            assert_eq!(read, Outcome::Number(if remembers { 1 } else { 2 }));
+        }
     }
 
     /// The end of a run detaches the kept sessions that were attached there, and no others.

@@ -24,8 +24,9 @@
 //! reads less stops at its start, before it has written anything. Version 2 brought limits for leases, sessions and
 //! subscriptions, the rules that go by them (`Limits::rules`), and sealed frames between peers without TLS. Version 3
 //! brought a random name of the cluster. Version 4 brought names and references of clients: what a client with a
-//! reference leaves behind waits for it. Only what such an item has made known is treated like that, so nothing of an
-//! older log means anything else.
+//! reference leaves behind waits for it. Only what such an item has made known is treated like that. Besides, a session
+//! that has ended is remembered for longer from there on ([`ENDED_FOR_GOOD`]). So nothing of an older log means anything
+//! else.
 //!
 //! # The id of a cluster
 //!
@@ -57,7 +58,7 @@ use super::machine;
 /// | 1 | the first |
 /// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
 /// | 3 | [`LeaderCommand::ClusterId`](super::types::LeaderCommand::ClusterId); the name before it in snapshots |
-/// | 4 | [`ProposalBody::Identify`](super::types::ProposalBody::Identify); clients' names and references in snapshots |
+/// | 4 | [`ProposalBody::Identify`](super::types::ProposalBody::Identify); clients' names and references in snapshots; [`ENDED_FOR_GOOD`] |
 pub const NEWEST: u32 = 4;
 
 /// The first version in which a cluster has a name that nobody else has.
@@ -65,6 +66,10 @@ pub const NAMED: u32 = 3;
 
 /// The first version in which sessions say who is behind them.
 pub const IDENTIFIED: u32 = 4;
+
+/// The first version in which a session that has ended is remembered until the connection that began it has ended, too;
+/// before, the end of any connection that had attached to it was enough.
+pub const ENDED_FOR_GOOD: u32 = 4;
 
 /// The first version whose programs seal the frames between peers. A cluster that uses it has no other members, so its
 /// nodes speak no older version of the peer protocol without TLS.
