@@ -20,11 +20,15 @@ fn list() -> Vec<FirstMember> {
 }
 
 fn start(name: &str, disk: &SimDisk, seed: u64) -> Stepped<SimDisk> {
+    start_as(Formation::Static(list()), name, disk, seed)
+}
+
+fn start_as(formation: Formation, name: &str, disk: &SimDisk, seed: u64) -> Stepped<SimDisk> {
     let options = MemberOptions {
         node: name.to_owned(),
         peer_addr: format!("{name}:1"),
         client_addr: format!("{name}:2"),
-        formation: Formation::Static(list()),
+        formation,
         witness: false,
         policy: Policy {
             limits: Limits::default(),
@@ -109,4 +113,33 @@ fn clusters_that_are_formed_at_once_stay_apart() {
         formed_mixed += u32::from(clusters.values().any(|(members, _)| is_mixed(members)));
     }
     assert!(formed_twice > 50 && formed_mixed > 10, "{formed_twice} twice, {formed_mixed} mixed");
+}
+
+/// GUARANTEES 41: a node that waits to be added is of no cluster, so any may take it in: but one only.
+#[test]
+fn a_node_that_waits_is_taken_in_by_one_cluster() {
+    let formed = |seed: u64| {
+        let nodes: Vec<_> = (0..)
+            .zip(NAMES)
+            .map(|(at, name)| start(name, &SimDisk::default(), seed + at))
+            .collect();
+        for one in 0..3 {
+            for other in (0..3).filter(|&other| other != one) {
+                let _ = nodes[one].meets(&nodes[other]);
+            }
+        }
+        nodes.iter().for_each(Stepped::form);
+        assert!(nodes.iter().all(|node| node.has_cluster() && cluster_of(node).is_some()));
+        nodes
+    };
+    let (ours, theirs) = (formed(1), formed(11));
+    let waits = start_as(Formation::Join, "d", &SimDisk::default(), 21);
+    assert!(!waits.has_cluster() && !waits.takes_part());
+    assert_eq!(ours[0].meets(&waits), Ok(()));
+    assert!(waits.has_cluster() && !waits.takes_part(), "it does not know its number yet");
+    assert_eq!((ours[1].meets(&waits), waits.meets(&ours[2])), (Ok(()), Ok(())));
+    for other in &theirs {
+        other.meets(&waits).unwrap_err();
+        waits.meets(other).unwrap_err();
+    }
 }

@@ -41,7 +41,7 @@ pub(super) struct Disasters {
     backup: Option<(Bytes, u64)>,
     /// Ids of all clusters there were.
     clusters: std::collections::BTreeSet<dflockd_replica::types::Bits128>,
-    /// Nodes of the last cluster.
+    /// Nodes of the last cluster, as they were when they were lost.
     former: Vec<Rc<crate::process::Process>>,
     /// Terms of earlier clusters that had a leader.
     pub(super) terms: usize,
@@ -249,10 +249,12 @@ impl World {
         Span(self.plan.lease_max + SEC)
     }
 
-    /// All nodes end, with or without power. Their processes, as they were.
+    /// All nodes end, with or without power. The processes of the cluster, as they were: a node that was added and that
+    /// nobody had reached yet is of no cluster, so the next one may talk to it.
     fn lose_all(&mut self) -> Vec<Rc<crate::process::Process>> {
         let lives = self.nodes.values().filter_map(|node| node.live.as_ref());
-        let former = lives.map(|live| Rc::clone(&live.process)).collect();
+        let members = lives.filter(|live| live.process.member.has_cluster());
+        let former = members.map(|live| Rc::clone(&live.process)).collect();
         let power = self.fault_rng.chance(500);
         for id in self.nodes.keys().copied().collect::<Vec<_>>() {
             self.crash(id, power, SEC);

@@ -192,6 +192,13 @@ impl<D: Disk> Stepped<D> {
         self.waiting.borrow().is_none()
     }
 
+    /// Whether the node is of a cluster, or is about to form one. One that waits to be added is of none until a member
+    /// has reached it, and may be taken in by any.
+    #[must_use]
+    pub fn has_cluster(&self) -> bool {
+        self.gate.identity().cluster.is_some()
+    }
+
     /// Why the node can not go on, if so.
     #[must_use]
     pub fn fatal(&self) -> Option<&str> {
