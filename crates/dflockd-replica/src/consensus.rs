@@ -211,6 +211,12 @@ impl Consensus {
         self.set_election_timeout();
     }
 
+    /// Tells the followers at once what is committed, if this member leads.
+    pub(crate) fn tell_commit(&mut self) {
+        self.node.ping();
+        self.set_election_timeout();
+    }
+
     pub(crate) fn transfer(&mut self, to: RaftId) {
         self.node.transfer_leader(to);
         self.set_election_timeout();
@@ -409,6 +415,13 @@ impl MemoryLog {
         }
         let wanted = Cell::new(false);
         Ok(Self { hard_state, snapshot, snapshot_data, cut, entries: after, wanted })
+    }
+
+    /// The indexes of the changes of the membership among the entries after `from`, up to `to`.
+    pub(crate) fn changes(&self, from: u64, to: u64) -> impl Iterator<Item = u64> {
+        let first = position(from.saturating_sub(self.cut.0));
+        let entries = self.entries.iter().skip(first).take_while(move |entry| entry.index <= to);
+        entries.filter(|entry| change_of(entry).is_some()).map(|entry| entry.index)
     }
 
     pub(crate) fn append(&mut self, entries: &[Entry]) {

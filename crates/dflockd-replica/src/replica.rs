@@ -20,6 +20,7 @@ use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
 use super::accepting::Accepting;
 use super::admin::{AdminRequest, AdminResult, Admins};
 use super::candidacy::Candidacy;
+use super::changes::Changes;
 use super::codec::{self, Frame};
 use super::consensus::{Consensus, MemoryLog, Place, change_of};
 use super::leading::Leading;
@@ -68,6 +69,7 @@ pub struct Replica {
     leading: Leading,
     pub(super) candidacy: Candidacy,
     writing: Writing,
+    changes: Changes,
     snapshots: Snapshots,
     pub(super) transfers: Transfers,
     pub(super) admins: Admins,
@@ -125,6 +127,7 @@ impl Replica {
             // Nobody else could tell a single voter what it has lost.
             candidacy: Candidacy::new(was_cut && !alone),
             writing: Writing::default(),
+            changes: Changes::default(),
             snapshots: Snapshots::new(config.snapshot_entries, config.snapshot_bytes),
             transfers: Transfers::default(),
             admins: Admins::default(),
@@ -274,6 +277,10 @@ impl Replica {
             self.consensus.applied(self.applied);
         }
         self.accepting.written(number);
+        if self.changes.written(number) {
+            // Whoever the change removes is not spoken to any more once it is applied.
+            self.consensus.tell_commit();
+        }
     }
 
     /// The disk has only its reserve left, or has room again.
@@ -339,7 +346,8 @@ impl Replica {
             self.forward(outputs);
             self.ask_reads();
             self.serve_admins(outputs);
-            let mut any = false;
+            let mut any = self.apply_committed(outputs);
+            self.consensus.applied(self.applied);
             while self.consensus.has_ready() && self.fatal.is_none() {
                 any = true;
                 self.process_ready(outputs);
@@ -559,7 +567,7 @@ impl Replica {
                 self.reads.confirm(u64::from_le_bytes(question), index);
             }
         }
-        self.send(ready.take_messages(), outputs);
+        let messages = ready.take_messages();
         let mut received = None;
         if ready.snapshot().get_metadata().index > 0 {
             let snapshot = ready.snapshot().clone();
@@ -567,22 +575,26 @@ impl Replica {
             self.install(metadata.clone(), snapshot.data.clone());
             received = Some(ReceivedSnapshot { metadata, data: snapshot.data, install: true });
         }
-        for entry in ready.take_committed_entries() {
-            self.apply(&entry, outputs);
-        }
-        if self.fatal.is_some() {
-            return;
-        }
         let entries = ready.take_entries();
         for stamp in entries.iter().filter_map(stamp_of) {
             self.time_seen = self.time_seen.max(stamp);
         }
-        let sync = ready.must_sync();
+        let mut sync = ready.must_sync();
         let hard_state = ready.hs().cloned();
         let tail = self.consensus.tail_mut();
         tail.append(&entries);
         if let Some(hard_state) = &hard_state {
-            tail.hard_state = hard_state.clone();
+            let before = std::mem::replace(&mut tail.hard_state, hard_state.clone());
+            for change in tail.changes(before.commit, hard_state.commit) {
+                self.changes.commit(change, self.writing.next());
+                sync = true;
+            }
+        }
+        self.send(messages, outputs);
+        self.changes.hold(ready.take_committed_entries());
+        self.apply_committed(outputs);
+        if self.fatal.is_some() {
+            return;
         }
         let messages = ready.take_persisted_messages();
         self.consensus.advance(ready);
@@ -625,6 +637,7 @@ impl Replica {
         let time = self.cluster_time().unwrap_or_default();
         for mut message in messages {
             let to = message.to;
+            message.commit = message.commit.min(self.changes.told_max());
             if is_vote_request(&message) {
                 // A voter that was away when this node became a member does not know where to answer.
                 let members = codec::pack(self.machine.members()).into();
@@ -643,6 +656,15 @@ impl Replica {
     }
 
     // ---- Applying ----
+
+    /// Applies what is committed, as far as nothing has to be durable before. False if there is nothing.
+    fn apply_committed(&mut self, outputs: &mut Outputs) -> bool {
+        let before = self.applied;
+        while let Some(entry) = self.changes.next() {
+            self.apply(&entry, outputs);
+        }
+        self.applied > before
+    }
 
     fn apply(&mut self, entry: &Entry, outputs: &mut Outputs) {
         if self.fatal.is_some() {

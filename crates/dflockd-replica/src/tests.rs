@@ -4,11 +4,12 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use dflockd_core::{RequestId, command};
-use raft::eraftpb::{ConfState, HardState, SnapshotMetadata};
+use raft::eraftpb::{ConfState, Entry, HardState, SnapshotMetadata};
 
 use super::admin::{AdminRequest, AdminResult};
 use super::codec::Frame;
-use super::log::{Recovered, StoredSnapshot};
+use super::consensus::change_of;
+use super::log::{LogBatch, Recovered, StoredSnapshot};
 use super::types::{AutoRelease, Member, Proposal, ProposalBody};
 use super::*;
 
@@ -23,6 +24,34 @@ struct Group {
     answers: BTreeMap<u64, AdminResult>,
     ended: BTreeMap<RaftId, String>,
     last_admin: u64,
+    disks: BTreeMap<RaftId, TestDisk>,
+    /// Members whose disks hang.
+    hung: BTreeSet<RaftId>,
+}
+
+/// What a member has written.
+#[derive(Default)]
+struct TestDisk {
+    entries: Vec<Entry>,
+    hard_state: HardState,
+    /// Written since the last sync, which a crash loses.
+    unsynced: Vec<LogBatch>,
+}
+
+impl TestDisk {
+    fn write(&mut self, write: LogWrite) {
+        self.unsynced.push(write.batch);
+        if !write.sync {
+            return;
+        }
+        for batch in self.unsynced.drain(..) {
+            if let Some(first) = batch.entries.first() {
+                self.entries.retain(|entry| entry.index < first.index);
+            }
+            self.entries.extend(batch.entries);
+            self.hard_state = batch.hard_state.unwrap_or(self.hard_state.clone());
+        }
+    }
 }
 
 /// `n1`, `n2`, ...
@@ -47,6 +76,8 @@ impl Group {
             answers: BTreeMap::new(),
             ended: BTreeMap::new(),
             last_admin: 0,
+            disks: BTreeMap::new(),
+            hung: BTreeSet::new(),
         };
         for id in 1..=voters {
             group.start(id, voters);
@@ -55,7 +86,15 @@ impl Group {
         group
     }
 
-    /// Starts a member of a new cluster of so many voters, or one that knows nothing.
+    /// A member of a new cluster of so many voters loses its power and starts again.
+    fn crash(&mut self, id: RaftId, voters: u64) {
+        self.replicas.remove(&id).expect("it runs");
+        self.frames.retain(|(from, _)| *from != id);
+        self.hung.remove(&id);
+        self.start(id, voters);
+    }
+
+    /// Starts a member of a new cluster of so many voters, or one that knows nothing, with what is on its disk.
     fn start(&mut self, id: RaftId, voters: u64) {
         let snapshot = (voters > 0).then(|| {
             let members: BTreeMap<_, _> = (1..=voters).map(|id| (id, member(id))).collect();
@@ -70,7 +109,12 @@ impl Group {
             None => HardState::default(),
         };
         let notes = BTreeMap::new();
-        let recovered = Recovered { hard_state, notes, snapshot, entries: Vec::new(), cut: false };
+        let first = TestDisk { hard_state, ..TestDisk::default() };
+        let disk = self.disks.entry(id).or_insert(first);
+        disk.unsynced.clear();
+        let (entries, hard_state) = (disk.entries.clone(), disk.hard_state.clone());
+        let boot = entries.iter().map(|entry| u32::try_from(entry.term).unwrap()).max();
+        let recovered = Recovered { hard_state, notes, snapshot, entries, cut: false };
         let policy = Policy { auto_release: AutoRelease::Clean, ..Policy::default() };
         let config = ReplicaConfig {
             raft: RaftConfig {
@@ -85,7 +129,8 @@ impl Group {
             seed: 1,
             // Each draws its own.
             cluster: [u8::try_from(id).unwrap(); 16],
-            run: Incarnation::new(id, 1),
+            // Later than all before it.
+            run: Incarnation::new(id, boot.unwrap_or(0) + 1),
             start: Start {
                 disk: id,
                 client_addr: format!("{}:2", name(id)),
@@ -124,8 +169,12 @@ impl Group {
         let mut outputs = Outputs::default();
         let replica = self.replicas.get_mut(&id).expect("it runs");
         replica.poll(&mut outputs);
-        while let Some(write) = outputs.writes.pop() {
-            replica.handle_written(write.number);
+        while !outputs.writes.is_empty() && !self.hung.contains(&id) {
+            for write in outputs.writes.drain(..) {
+                let number = write.number;
+                self.disks.entry(id).or_default().write(write);
+                replica.handle_written(number);
+            }
             replica.poll(&mut outputs);
         }
         if let Some(job) = outputs.snapshot_job.take() {
@@ -395,6 +444,38 @@ fn a_member_that_hears_of_its_removal_ends() {
     group.poll(asked);
     assert_eq!(group.answers.get(&8), Some(&Ok(())));
     assert_eq!(group.ended[&asked], REMOVED);
+}
+
+/// GUARANTEES 35, 41: a removal that was acknowledged outlives the power loss of whoever is left.
+#[test]
+fn a_single_voter_remembers_that_the_other_one_was_removed() {
+    let mut group = Group::new(2);
+    let leader = group.leader().unwrap();
+    let removed = 3 - leader;
+    group.ask(leader, remove(removed, false)).unwrap();
+    group.run_until("it ends", |group| group.ended.contains_key(&removed));
+    group.crash(leader, 2);
+    group.run_until("a leader", |group| group.leader() == Some(leader));
+    assert_eq!(group.voters(leader), [leader]);
+}
+
+/// GUARANTEES 41: a voter is there until its removal is durable where it is decided.
+#[test]
+fn nothing_follows_from_a_removal_before_its_commit_is_durable() {
+    let mut group = Group::new(2);
+    let leader = group.leader().unwrap();
+    let removed = 3 - leader;
+    group.replica(leader).admin(1, remove(removed, false));
+    group.poll(leader);
+    // The leader has written the change, and its disk hangs before the other one acknowledges it.
+    group.hung.insert(leader);
+    for _ in 0..ELECTION_TICKS / 2 {
+        group.tick();
+    }
+    assert!(group.disks[&removed].entries.iter().any(|entry| change_of(entry).is_some()));
+    assert_eq!((group.ended.get(&removed), group.answers.get(&1)), (None, None));
+    group.crash(leader, 2);
+    group.run_until("a leader", |group| group.leader().is_some());
 }
 
 /// GUARANTEES 50: a voter whose process is gone is not counted until it answers again, however lately it did.
