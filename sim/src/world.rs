@@ -228,6 +228,8 @@ pub struct World {
     storm: bool,
     calm: bool,
     over: bool,
+    /// How often the end may be put off because a member has not heard of the last entry yet.
+    looks_left: u32,
     answered: u64,
     rotten: bool,
     /// Sessions and holds that somebody is about to end: no client rule protects them.
@@ -299,6 +301,7 @@ impl World {
             storm: true,
             calm: false,
             over: false,
+            looks_left: 3,
             answered: 0,
             rotten: false,
             doomed: BTreeSet::new(),
@@ -1950,6 +1953,11 @@ impl World {
     }
 
     fn end(&mut self) {
+        // Members commit entries of their own while clients are silent, and the others hear of one a moment later.
+        if self.looks_left > 0 && self.nodes.values().any(|node| self.is_behind(node)) {
+            self.looks_left -= 1;
+            return self.schedule(self.plan.election, Event::End);
+        }
         self.over = true;
         let open: Vec<String> = self
             .clients
@@ -1976,7 +1984,7 @@ impl World {
         }
         let state = self.oracle.machine().snapshot();
         for node in self.nodes.values() {
-            if node.witness || !self.oracle.machine().members().contains_key(&node.id) {
+            if !self.has_state(node) {
                 continue;
             }
             let seen = node
@@ -1990,6 +1998,19 @@ impl World {
         }
         let result = totals::check(&self.history, &self.oracle);
         self.check(result);
+    }
+}
+
+impl World {
+    /// Whether a node is a member that keeps the state.
+    fn has_state(&self, node: &Node) -> bool {
+        !node.witness && self.oracle.machine().members().contains_key(&node.id)
+    }
+
+    /// Whether a node has not applied all that is committed.
+    fn is_behind(&self, node: &Node) -> bool {
+        let applied = node.with_replica(|replica| replica.status().applied);
+        self.has_state(node) && applied.is_some_and(|applied| applied != self.oracle.last())
     }
 }
 
