@@ -396,6 +396,13 @@ impl<D: Drive> Combiner<D> {
         self.arm(&queue)
     }
 
+    /// Drops the driven value, which may know the combiner.
+    #[cfg(feature = "sim")]
+    pub(crate) fn clear(&self) {
+        let driven = self.driven.try_lock().and_then(|mut driven| driven.take());
+        drop(driven);
+    }
+
     /// Whether another thread drives.
     #[cfg(feature = "sim")]
     pub(crate) fn is_driven(&self) -> bool {

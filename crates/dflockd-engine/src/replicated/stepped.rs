@@ -89,6 +89,13 @@ pub fn force_new<D: Disk>(
     force_new_on(disk, delay, false, &Around { log, chance, unix_nanos })
 }
 
+/// The driver of the replica knows the member, which has it: a server ends that when its timer thread does.
+impl<D: Disk> Drop for Stepped<D> {
+    fn drop(&mut self) {
+        self.front.combiner.clear();
+    }
+}
+
 impl<D: Disk> Stepped<D> {
     /// Opens a data directory. `look` sees what was found there before it is used.
     ///
