@@ -117,8 +117,8 @@ impl Gauges {
         if status.term > before.term && (status.is_leader() || status.role == Role::Candidate) {
             self.elections.fetch_add(1, Relaxed);
         }
-        // A leader makes the time.
-        if status.is_leader() || replica.time_seen() > seen.time.0 {
+        // A leader makes the time. That of a new one may be behind what was seen before.
+        if status.is_leader() || replica.time_seen() != seen.time.0 {
             seen.time = (replica.time_seen(), now);
         }
         if now.since(seen.lags_at) >= LAGS_EVERY {

@@ -5,8 +5,12 @@
 //! In replicated mode a [`Timestamp`] is *cluster time*, and only a leader makes it. A [`Leadership`] is a term, the
 //! cluster time at which it began, and the local monotonic time at that instant; a stamp is the first plus what has
 //! passed since the second. A leadership begins at the highest time that the leader knows: of its log, of its state, or
-//! told by a leader of the same term, whose frames carry it. So time never runs back in the log and never runs ahead of
+//! told by the last leader before it, whose frames carry it. So time never runs back in the log and never runs ahead of
 //! real time, but for the rate of a clock. Time without a leader does not pass.
+//!
+//! What a leader of an older term told does not count. While nothing is due its time is in no log, so a majority that
+//! has restarted elects one that counts from less. If a later leader went on from the first time again, the leases of
+//! the second would end early by the difference, which can be hours.
 //!
 //! - The first entry of a leadership is `NewTerm`; batches of clients wait until it is applied. It sets `grace_until =
 //!   max(grace_until, stamp + grace)`: a lease is extended by one grace at most since its last renewal, however many

@@ -59,8 +59,10 @@ pub struct Replica {
     looked_at: Timestamp,
     /// The stamp of the last entry that was applied, and the local time at which that was seen.
     stamped: (Timestamp, Timestamp),
-    /// The highest cluster time in the log or told by a leader of this term.
-    time_seen: Timestamp,
+    /// The newest term of which a leader's time was seen, in an entry or in a frame, and the highest time of that term.
+    /// What leaders of older terms told counts no more: a later one may have begun to count from less, and leases are
+    /// counted by its time.
+    time_seen: (u64, Timestamp),
 
     // What is remembered, by purpose.
     accepting: Accepting,
@@ -104,8 +106,9 @@ impl Replica {
             Machine::restore(&data, config.witness)?
         };
         let applied = metadata.index;
-        let stamps = recovered.entries.iter().filter_map(stamp_of).max();
-        let time_seen = stamps.max(Some(machine.now())).unwrap_or_default();
+        let stamps =
+            recovered.entries.iter().filter_map(|entry| Some((entry.term, stamp_of(entry)?)));
+        let time_seen = stamps.fold((metadata.term, machine.now()), Ord::max);
         let was_cut = recovered.cut || recovered.notes.contains_key(note::NON_VOTING);
         let tail = MemoryLog::new(recovered.hard_state, metadata, data, recovered.entries)?;
         let consensus =
@@ -444,7 +447,7 @@ impl Replica {
 
     /// The newest cluster time that was seen here.
     pub fn time_seen(&self) -> Timestamp {
-        self.time_seen
+        self.time_seen.1
     }
 
     /// The index and term of each entry in memory, for those who check that logs agree.
@@ -533,7 +536,7 @@ impl Replica {
         self.consensus.step(message);
         if from_leader && self.consensus.term() == term {
             self.candidacy.hear_leader(commit);
-            self.time_seen = self.time_seen.max(time);
+            self.see_time(term, time);
         }
     }
 
@@ -576,8 +579,8 @@ impl Replica {
             received = Some(ReceivedSnapshot { metadata, data: snapshot.data, install: true });
         }
         let entries = ready.take_entries();
-        for stamp in entries.iter().filter_map(stamp_of) {
-            self.time_seen = self.time_seen.max(stamp);
+        for (entry, stamp) in entries.iter().filter_map(|entry| Some((entry, stamp_of(entry)?))) {
+            self.see_time(entry.term, stamp);
         }
         let mut sync = ready.must_sync();
         let hard_state = ready.hs().cloned();

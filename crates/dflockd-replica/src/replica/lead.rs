@@ -6,10 +6,10 @@ use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{Span, Timestamp};
 
 use super::Replica;
-use crate::Outputs;
 use crate::codec::{self, Batch, Frame};
 use crate::leading::Accepted;
 use crate::types::{LeaderCommand, RaftId};
+use crate::{Outputs, stamp_of};
 
 impl Replica {
     /// Cluster time, on a leader.
@@ -65,7 +65,7 @@ impl Replica {
         }
         let last = self.consensus.last_index();
         self.leading.proposed(&orders, stamp, last);
-        self.time_seen = self.time_seen.max(stamp);
+        self.see_time(self.consensus.term(), stamp);
         if orders.iter().any(|order| matches!(order, LeaderCommand::Policy(_))) {
             self.policy_proposed(last);
         }
@@ -81,7 +81,7 @@ impl Replica {
             return None;
         }
         self.leading.proposed_alone(stamp);
-        self.time_seen = self.time_seen.max(stamp);
+        self.see_time(self.consensus.term(), stamp);
         Some(self.consensus.last_index())
     }
 
@@ -93,9 +93,24 @@ impl Replica {
         }
     }
 
+    /// A leader of this term has stamped or told a time. One that has not begun to count tells none.
+    pub(super) fn see_time(&mut self, term: u64, time: Timestamp) {
+        if time > Timestamp(0) {
+            self.time_seen = self.time_seen.max((term, time));
+        }
+    }
+
+    /// The time at which the next leader would begin, if it were this node. Entries of an older term that nobody has
+    /// replaced may have later stamps than a newer leader told, and time does not run back in the log.
+    fn last_time(&self) -> Timestamp {
+        let tail = self.consensus.tail();
+        let logged = tail.slice(self.applied + 1, tail.last() + 1).filter_map(stamp_of).max();
+        self.time_seen.1.max(self.machine.now()).max(logged.unwrap_or_default())
+    }
+
     fn begin_leadership(&mut self) {
         self.end_leadership();
-        let mut base = self.time_seen.max(self.machine.now());
+        let mut base = self.last_time();
         if bug(Bug::TimeRunsAhead) {
             base = base + Span::from_secs(5);
         }

@@ -86,7 +86,7 @@ impl Replica {
         self.applied = metadata.index;
         self.changes.skip_to(self.applied);
         self.snapshots.set_bytes_since(0);
-        self.time_seen = self.time_seen.max(self.machine.now());
+        self.see_time(metadata.term, self.machine.now());
         self.consensus.tail_mut().install(metadata, data);
         self.queue.push(NodeEvent::Machine(Event::Members));
         self.queue.push(NodeEvent::Skipped);

@@ -333,26 +333,32 @@ fn a_node_without_runs_left_stops() {
 /// A leader of three voters, to whom 2 has answered last and 3 never.
 fn elected() -> Replica {
     let mut replica = replica(&[1, 2, 3], 1);
+    elect(&mut replica);
+    // First the entry that opens the leadership, then the one with its own incarnation.
+    acknowledge(&mut replica, 2);
+    assert!(replica.is_open());
+    acknowledge(&mut replica, 2);
+    replica
+}
+
+/// Lets a voter of three wait until it wants to lead, and gives it the vote of 2.
+fn elect(replica: &mut Replica) {
     let mut now = Timestamp(1);
     let mut asked = Vec::new();
     while asked.is_empty() {
         now = now + TICK;
         replica.handle_time(now);
-        asked = message_types(&write_all(&mut replica));
+        asked = message_types(&write_all(replica));
         assert!(now < Timestamp(0) + Span::from_secs(60), "it never wants to lead");
     }
     assert_eq!(asked, [MessageType::MsgRequestPreVote; 2]);
-    let from = 2;
     // A vote that is asked for in advance is one of the next term.
+    let (from, term) = (2, replica.status().term + 1);
     for msg_type in [MessageType::MsgRequestPreVoteResponse, MessageType::MsgRequestVoteResponse] {
-        hear(&mut replica, Message { msg_type, from, term: 2, ..Default::default() });
-        write_all(&mut replica);
+        hear(replica, Message { msg_type, from, term, ..Default::default() });
+        write_all(replica);
     }
-    // First the entry that opens the leadership, then the one with its own incarnation.
-    acknowledge(&mut replica, from);
-    assert!(replica.is_open());
-    acknowledge(&mut replica, from);
-    replica
+    assert!(replica.consensus.is_leader());
 }
 
 /// A member says that it has all entries.
@@ -597,6 +603,44 @@ fn time_is_seen_in_entries_that_are_not_applied() {
     hear(&mut replica, append);
     write_all(&mut replica);
     assert_eq!((replica.status().applied, replica.time_seen()), (1, Timestamp(5000)));
+}
+
+/// A leader tells the time, and sends an entry with that stamp if it is to.
+fn tell_time(replica: &mut Replica, from: RaftId, term: u64, time: u64, with_entry: bool) {
+    let time = Timestamp(time);
+    let mut message = Message { from, to: 1, term, ..Default::default() };
+    message.msg_type = MessageType::MsgHeartbeat;
+    if with_entry {
+        (message.msg_type, message.index, message.log_term) = (MessageType::MsgAppend, 1, 1);
+        let mut data = Vec::new();
+        codec::begin_payload(&mut data, 1, time);
+        let entry = Entry { index: 2, term, data: data.into(), ..Default::default() };
+        message.entries = vec![entry].into();
+    }
+    replica.handle_frame(from, Frame::Raft { time, message }.encode());
+    write_all(replica);
+}
+
+/// GUARANTEES 2, 11: the time that the leader of an older term told is in no log, so a later one may have counted from
+/// less. Who leads after that one goes on with its time, or its leases would end early.
+#[test]
+fn time_goes_on_from_the_last_leader() {
+    // Terms, times and whether an entry has the time; then the time at which the next leadership begins.
+    let told = [(5, 9000, false)];
+    let counted_from_less = [(5, 9000, false), (6, 2000, true)];
+    let replaced = [(5, 9000, true), (6, 2000, true)];
+    let not_replaced = [(5, 9000, true), (6, 2000, false)];
+    let cases: [(&[_], _); 4] =
+        [(&told, 9000), (&counted_from_less, 2000), (&replaced, 2000), (&not_replaced, 9000)];
+    for (times, begins_at) in cases {
+        let mut replica = replica(&[1, 2, 3], 1);
+        for &(term, time, with_entry) in times {
+            let from = if term == 5 { 2 } else { 3 };
+            tell_time(&mut replica, from, term, time, with_entry);
+        }
+        elect(&mut replica);
+        assert_eq!(replica.cluster_time(), Some(Timestamp(begins_at)), "{times:?}");
+    }
 }
 
 /// A member says that it has started, and which versions it reads.
