@@ -576,6 +576,9 @@ impl Replica {
             let snapshot = ready.snapshot().clone();
             let metadata = snapshot.get_metadata().clone();
             self.install(metadata.clone(), snapshot.data.clone());
+            if self.fatal.is_some() {
+                return;
+            }
             received = Some(ReceivedSnapshot { metadata, data: snapshot.data, install: true });
         }
         let entries = ready.take_entries();
