@@ -1,12 +1,13 @@
-//! Changes of the membership that are committed, until this node can not forget that they are.
+//! Changes of the membership that are committed, until the leader can not forget that they are.
 //!
 //! The commit index is not synced by itself: a member that restarts learns it from a majority of the voters that it
 //! knows. A member that forgets the commit of a change therefore needs a majority of the voters *before* the change,
 //! and one that was removed does not vote any more. Of two voters of which one was removed, the other would never lead
 //! again.
 //!
-//! So the commit of a change is synced like an entry, and until that is done nothing follows from it: this node neither
-//! applies the change nor tells others that it is committed ([`Changes::told_max`]).
+//! So a leader syncs the commit of a change like an entry, and until that is done nothing follows from it: it neither
+//! applies the change nor tells others that it is committed ([`Changes::told_max`]). Followers need not: whoever is
+//! removed is none of the last two but with the leader, and of three voters before a change two are left to vote.
 
 use std::collections::VecDeque;
 

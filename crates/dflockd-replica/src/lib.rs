@@ -222,7 +222,8 @@ pub struct Outputs {
     /// What other members may rely on only when it is durable here (votes, acknowledgements of entries, batches of a
     /// new incarnation) is no output before [`Replica::handle_written`] has reported its write. A leader's entries are
     /// outputs before its own write is done: followers write them at the same time, and it counts itself only
-    /// afterwards. That a change of the membership is committed is told when that is durable here. A frame may get lost or come late; what matters is sent again.
+    /// afterwards. It tells that a change of the membership is committed when that is durable here. A frame may get
+    /// lost or come late; what matters is sent again.
     pub frames: Vec<Outgoing>,
     /// Writes to the log, to be done in order. See [`LogWrite`] for what must be durable when.
     pub writes: Vec<LogWrite>,
@@ -230,8 +231,9 @@ pub struct Outputs {
     ///
     /// Events follow from entries that are committed and durable here as well, or from the snapshot of another member,
     /// which a majority has. So no write in `writes` has to be waited for: a crash between an answer and a write loses
-    /// nothing of what was answered. A change of the membership is applied only when its commit is durable here, too. That these entries are applied is not written down; after a restart they are
-    /// applied again, and nobody hears of it twice, because the connections are gone.
+    /// nothing of what was answered. A leader applies a change of the membership only when its commit is durable, too.
+    /// That entries are applied is not written down; after a restart they are applied again, and nobody hears of it
+    /// twice, because the connections are gone.
     pub events: Vec<NodeEvent>,
     /// A snapshot to be made by another thread. A crash may lose it: the log still has everything.
     pub snapshot_job: Option<SnapshotJob>,

@@ -349,11 +349,15 @@ impl Replica {
             self.forward(outputs);
             self.ask_reads();
             self.serve_admins(outputs);
-            let mut any = self.apply_committed(outputs);
-            self.consensus.applied(self.applied);
+            let mut any = false;
             while self.consensus.has_ready() && self.fatal.is_none() {
                 any = true;
                 self.process_ready(outputs);
+            }
+            // After the messages: who asked another member for a change finds it done there when the leader answers.
+            if self.apply_committed(outputs) {
+                any = true;
+                self.consensus.applied(self.applied);
             }
             self.answer_reads();
             if !any {
@@ -585,13 +589,13 @@ impl Replica {
         for (entry, stamp) in entries.iter().filter_map(|entry| Some((entry, stamp_of(entry)?))) {
             self.see_time(entry.term, stamp);
         }
-        let mut sync = ready.must_sync();
+        let (mut sync, is_leader) = (ready.must_sync(), self.consensus.is_leader());
         let hard_state = ready.hs().cloned();
         let tail = self.consensus.tail_mut();
         tail.append(&entries);
         if let Some(hard_state) = &hard_state {
             let before = std::mem::replace(&mut tail.hard_state, hard_state.clone());
-            for change in tail.changes(before.commit, hard_state.commit) {
+            for change in tail.changes(before.commit, hard_state.commit).filter(|_| is_leader) {
                 self.changes.commit(change, self.writing.next());
                 sync = true;
             }

@@ -11,7 +11,10 @@ use dflockd_testkit::{
     Client, Cluster, Heard, LIMIT, Node, Noise, Turn, eventually, fence, millis,
 };
 
+use serde_json::json;
+
 use super::load::{Load, Stay, Told, check_exclusion, enter};
+use super::operate::{ADMIN, operate};
 
 #[test]
 fn ten_leaders_are_killed_one_after_the_other() {
@@ -51,6 +54,19 @@ fn ten_leaders_are_killed_one_after_the_other() {
     let median = gaps[gaps.len() / 2];
     println!("first success after the leader was killed: p50 {median:?} of {gaps:?}");
     assert!(gaps[gaps.len() - 1] <= Duration::from_secs(3), "{gaps:?}");
+}
+
+/// GUARANTEES 35, 41: the removal was acknowledged, so whoever is left needs no vote of the one that is gone.
+#[test]
+fn the_last_of_two_is_killed_after_the_other_was_removed() {
+    let mut cluster = Cluster::start(2, &ADMIN);
+    let (leader, others) = cluster.leader_and_others();
+    let gone = cluster.nodes[others[0]].name.clone();
+    operate(&mut cluster.connect(leader), "remove", json!({ "node": gone }));
+    cluster.nodes[leader].kill();
+    cluster.nodes[others[0]].process().wait_for_end();
+    cluster.nodes[leader].start_ready();
+    cluster.connect(leader).check("incr", "count", "1", "ok 1");
 }
 
 #[test]
