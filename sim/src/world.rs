@@ -894,11 +894,20 @@ impl World {
         let (process, from) = (Rc::clone(&live.process), live.applied + 1);
         let (leaders, oracle) = (&mut self.leaders, &mut self.oracle);
         let witness = node.witness;
+        // Each clock may be off by the drift, in either direction.
+        let (now, here) = (self.now, node.local(self.now));
+        let tolerance = SEC + now / 1_000_000 * self.plan.drift_ppm * 2;
         let seen = process.member.with_replica(|replica| {
             let status = replica.status();
             if status.is_leader() && !leaders.is_known(id, status.term) {
                 let terms = replica.log_terms().collect();
                 leaders.leads(id, status.term, &terms, status.snapshot, oracle)?;
+            }
+            if let Some((time, local)) = replica.open_time() {
+                // A process that stalls in the middle of a step is ahead of the world.
+                let at = now + local.since(here).0;
+                let behind = at.saturating_sub(time.0 + here.since(local).0);
+                leaders.counts(status.term, behind, tolerance)?;
             }
             for entry in replica.log_entries(from, status.applied) {
                 oracle.observe(entry, status.term)?;

@@ -78,6 +78,7 @@ pub enum Bug {
     NotIntroduced,
     VersionEarly,
     AnswersLeft,
+    OldTimeKept,
 }
 
 impl Bug {
@@ -155,6 +156,7 @@ impl Bug {
         Self::NotIntroduced,
         Self::VersionEarly,
         Self::AnswersLeft,
+        Self::OldTimeKept,
     ];
 }
 

@@ -1,4 +1,4 @@
-//! One leader per term, who has everything that was committed.
+//! One leader per term, who has everything that was committed, and whose time passes no faster than real time.
 
 use std::collections::BTreeMap;
 
@@ -11,6 +11,8 @@ use crate::oracle::Oracle;
 #[derive(Default)]
 pub struct Leaders {
     by_term: BTreeMap<u64, RaftId>,
+    /// How far the cluster time of each term was behind real time, at least.
+    behind: BTreeMap<u64, u64>,
 }
 
 impl Leaders {
@@ -51,6 +53,26 @@ impl Leaders {
             }
         }
         Ok(())
+    }
+
+    /// A leader that accepts requests counts cluster time, which is `behind` real time. GUARANTEES R2: time without a
+    /// leader does not pass, so a later leader is further behind, but for the rates of clocks. If it were not, leases
+    /// would end early by the difference.
+    pub fn counts(&mut self, term: u64, behind: u64, tolerance: u64) -> Result<(), Broken> {
+        let known = self.behind.entry(term).or_insert(u64::MAX);
+        if behind >= *known {
+            return Ok(());
+        }
+        *known = behind;
+        match self.behind.range(..term).max_by_key(|(_, behind)| **behind) {
+            Some((earlier, before)) if *before > behind + tolerance => {
+                let what = format!(
+                    "time jumped: {before} ns behind in term {earlier}, {behind} ns in term {term}"
+                );
+                Err(Broken::new("cluster-time", what))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// How many terms had a leader.
