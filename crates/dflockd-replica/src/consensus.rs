@@ -211,9 +211,12 @@ impl Consensus {
         self.set_election_timeout();
     }
 
-    /// Tells the followers at once what is committed, if this member leads.
+    /// Tells the followers at once what is committed, if this member leads. Not by a heartbeat: that speaks only of what
+    /// a follower has acknowledged, and the entry may still be on its way to one.
     pub(crate) fn tell_commit(&mut self) {
-        self.node.ping();
+        if self.is_leader() {
+            self.node.raft.bcast_append();
+        }
         self.set_election_timeout();
     }
 
