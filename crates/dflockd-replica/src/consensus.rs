@@ -141,6 +141,19 @@ impl Consensus {
         self.set_election_timeout();
     }
 
+    /// With which of the next ticks something happens, if nothing else does before: 1 is the next one.
+    pub(crate) fn ticks_to_event(&self) -> usize {
+        let raft = &self.node.raft;
+        let ticks = if self.is_leader() {
+            let heartbeat = raft.heartbeat_timeout().saturating_sub(raft.heartbeat_elapsed());
+            let quorum = raft.election_timeout().saturating_sub(raft.election_elapsed);
+            heartbeat.min(quorum)
+        } else {
+            raft.randomized_election_timeout().saturating_sub(raft.election_elapsed)
+        };
+        ticks.max(1)
+    }
+
     pub(crate) fn step(&mut self, mut message: Message) {
         if bug(Bug::VoteAssumed) && message.msg_type == MessageType::MsgRequestVoteResponse {
             message.reject = false;

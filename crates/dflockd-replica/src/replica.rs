@@ -380,12 +380,19 @@ impl Replica {
     }
 
     /// When to call [`Replica::handle_time`] at the latest.
+    ///
+    /// Ticks that change nothing are made up for later: a member that nothing comes to sleeps from one look to the
+    /// next. It sleeps for no more than a part of the election timeout, or it would take its sleep for a stall.
     #[must_use]
     pub fn next_deadline(&self) -> Timestamp {
         // A leader that can not propose a tick now is not woken for one: it would find nothing to do, again and again.
         let deadline = self.machine.next_deadline().filter(|_| self.may_propose());
         let due = self.leading.wakes_at(deadline, self.applied);
-        due.map_or(self.next_tick, |due| due.min(self.next_tick))
+        let ticks = if self.counts_ticks() { 1 } else { self.consensus.ticks_to_event() };
+        let tick_at = self.next_tick + Span(TICK.0 * (ticks as u64 - 1));
+        let sleep_max = Span(self.election_timeout().0 / 4).max(TICK);
+        let at = tick_at.min(self.looked_at + LOOK).min(self.now + sleep_max);
+        due.map_or(at, |due| due.min(at))
     }
 
     // ---- What a node is at the moment ----
@@ -473,6 +480,11 @@ impl Replica {
     }
 
     // ---- Time ----
+
+    /// Whether each tick changes something, whatever Raft makes of it: see [`Replica::tick`].
+    fn counts_ticks(&self) -> bool {
+        self.candidacy.is_behind() || self.candidacy.is_drained() || self.writing.is_installing()
+    }
 
     fn tick(&mut self) {
         self.take_place();

@@ -29,6 +29,9 @@ struct Group {
     hung: BTreeSet<RaftId>,
 }
 
+/// When, by whom, to whom, and what.
+type SentFrame = (Timestamp, RaftId, RaftId, Bytes);
+
 /// What a member has written.
 #[derive(Default)]
 struct TestDisk {
@@ -154,11 +157,33 @@ impl Group {
         while self.deliver() {}
     }
 
+    /// The next instant at which somebody has asked to be woken, and all that follows from it. Returns the frames that
+    /// were sent, and how many members were woken.
+    fn wake(&mut self) -> (Vec<SentFrame>, usize) {
+        let at = self.replicas.values().map(Replica::next_deadline).min().expect("members");
+        self.now = self.now.max(at);
+        let (now, mut sent, mut woken) = (self.now, Vec::new(), 0);
+        for id in self.ids() {
+            if self.replicas[&id].next_deadline() <= now {
+                self.replica(id).handle_time(now);
+                self.poll(id);
+                woken += 1;
+            }
+        }
+        while let Some((from, frame)) = self.frames.front() {
+            sent.push((now, *from, frame.to, frame.bytes.clone()));
+            self.deliver();
+        }
+        (sent, woken)
+    }
+
     /// Delivers one frame. False if there is none.
     fn deliver(&mut self) -> bool {
         let Some((from, frame)) = self.frames.pop_front() else { return false };
         let is_cut = self.away.contains(&from) || self.away.contains(&frame.to);
         if !is_cut && self.replicas.contains_key(&frame.to) {
+            let now = self.now;
+            self.replica(frame.to).handle_time(now);
             self.replica(frame.to).handle_frame(from, frame.bytes);
             self.poll(frame.to);
         }
@@ -388,6 +413,51 @@ fn a_leader_that_is_not_open_sleeps() {
     }
     assert!(!replica.is_open());
     assert!(replica.next_deadline().since(begin).0 >= 40 * TICK.0, "it looks between ticks");
+}
+
+/// A member that sleeps while its ticks change nothing sends the same frames at the same instants as one that is woken
+/// for each tick: heartbeats, and the elections after two leaders have fallen silent.
+#[test]
+fn a_member_sleeps_through_ticks_that_change_nothing() {
+    let (mut ticking, mut sleeping) = (Group::new(5), Group::new(5));
+    let second = Span::from_millis(1000);
+    for phase in 0..3 {
+        let begin = ticking.now;
+        let end = begin + Span(second.0 * 10);
+        let mut expected = Vec::new();
+        while ticking.now + TICK <= end {
+            ticking.now = ticking.now + TICK;
+            for id in ticking.ids() {
+                let now = ticking.now;
+                ticking.replica(id).handle_time(now);
+                ticking.poll(id);
+            }
+            while let Some((from, frame)) = ticking.frames.front() {
+                expected.push((ticking.now, *from, frame.to, frame.bytes.clone()));
+                ticking.deliver();
+            }
+        }
+        let (mut sent, mut woken) = (Vec::new(), 0);
+        while sleeping.replicas.values().any(|replica| replica.next_deadline() <= end) {
+            let (frames, count) = sleeping.wake();
+            sent.extend(frames);
+            woken += count;
+        }
+        assert!(expected.len() > 100, "{}", expected.len());
+        for (at, (expected, sent)) in expected.iter().zip(&sent).enumerate() {
+            assert_eq!(expected, sent, "frame {at} of phase {phase}");
+        }
+        assert_eq!(expected.len(), sent.len(), "phase {phase}");
+        // A look of each member every 100 ms, and a heartbeat of the leader every 50 ms.
+        let most = 10 * (5 * 10 + 20) + 100;
+        assert!(woken < most, "phase {phase}: woken {woken} times in 10 s");
+        let leader = ticking.leader().expect("a majority is there");
+        assert_eq!(sleeping.leader(), Some(leader));
+        for group in [&mut ticking, &mut sleeping] {
+            group.now = end;
+            group.away.insert(leader);
+        }
+    }
 }
 
 /// GUARANTEES 41: the members of a new cluster agree on a name that one of them has drawn, and keep it.
