@@ -144,6 +144,8 @@ struct Node {
     /// How often it was started in the simulation; what was meant for another life is dropped.
     life: u64,
     live: Option<Box<Live>>,
+    /// The newest version of the log that its last program read; 0 before the first.
+    program: u32,
     paused_until: u64,
     /// When the stall ends that its process has had in the middle of its last step. The rest of the step has been
     /// computed, with a clock that had gone on, so the process neither runs nor ends before.
@@ -466,6 +468,7 @@ impl World {
         if node.gone || node.live.is_some() {
             return;
         }
+        node.program = self.program;
         node.life += 1;
         let seed = self.plan.seed ^ (id << 40) ^ (node.life << 48);
         let clock = Clock::manual();
@@ -658,10 +661,12 @@ impl World {
 
     /// Which version of the log the next node that starts can read: while the cluster is upgraded, the newest or the
     /// one before, until an operator has asked for the newest. From then on the log may have it at any time, and a
-    /// server that can not read it stops, as it says.
+    /// server that can not read it stops, as it says. So may that of a new cluster whose members have all said that they
+    /// read it.
     fn choose_program(&mut self) {
         let is_upgrading = self.plan.has(Fault::Upgrade) && self.storm;
-        let is_agreed = self.oracle.machine().version() >= version::NEWEST;
+        let is_agreed = self.oracle.machine().version() >= version::NEWEST
+            || self.nodes.values().all(|node| node.program == version::NEWEST);
         let may_be_old = is_upgrading && !is_agreed && !self.is_finalized;
         let is_old = may_be_old && self.fault_rng.chance(500);
         self.program = if is_old { version::NEWEST - 1 } else { version::NEWEST };
@@ -2034,6 +2039,7 @@ impl Node {
             ppm,
             life: 0,
             live: None,
+            program: 0,
             paused_until: 0,
             stall_ends_at: 0,
             durable: Durable::default(),
