@@ -35,6 +35,8 @@ const WAIT_SHORT_MAX: Duration = Duration::from_micros(300);
 const SHORT_WAITS_BEFORE_SPIN: u32 = 8;
 /// How long the log thread spins for jobs; if none comes, it sleeps and counts short waits anew.
 const SPIN_MAX: Duration = Duration::from_micros(150);
+/// If it takes longer than this until the log thread has its core again, others want it, and it does not spin.
+const YIELD_MAX: Duration = Duration::from_micros(60);
 
 /// What there is to do for the log.
 pub(super) enum LogJob {
@@ -88,15 +90,19 @@ impl LogWriter {
     }
 
     /// Looks for jobs for a moment without sleeping, and lets whoever wants this core have it meanwhile.
-    fn spin(&self) -> bool {
-        let begun = Instant::now();
-        while begun.elapsed() < SPIN_MAX {
+    fn spin(&self) {
+        let (begun, mut looked_at) = (Instant::now(), Instant::now());
+        loop {
             if !self.jobs.lock().is_empty() {
-                return true;
+                return;
             }
             std::thread::yield_now();
+            let now = Instant::now();
+            if now - looked_at > YIELD_MAX || now - begun >= SPIN_MAX {
+                return;
+            }
+            looked_at = now;
         }
-        false
     }
 
     /// Waits for jobs, [`ROOM_LOOK`] at most. Returns all of them.
@@ -163,8 +169,8 @@ impl<D: Disk> LogThread<D> {
             let begun = Instant::now();
             // Under load there is work when the sync ends, and the core is better used by others.
             let spins = short_waits >= SHORT_WAITS_BEFORE_SPIN && front.is_light();
-            if spins && !writer.spin() {
-                short_waits = 0;
+            if spins {
+                writer.spin();
             }
             let jobs = writer.wait(|| front.is_over());
             let was_short = begun.elapsed() < WAIT_SHORT_MAX;
