@@ -79,6 +79,7 @@ pub enum Bug {
     VersionEarly,
     AnswersLeft,
     OldTimeKept,
+    AckOnce,
 }
 
 impl Bug {
@@ -157,6 +158,7 @@ impl Bug {
         Self::VersionEarly,
         Self::AnswersLeft,
         Self::OldTimeKept,
+        Self::AckOnce,
     ];
 }
 

@@ -65,6 +65,7 @@
 //! the machine takes each number once and in order, so a retry has no second effect.
 
 mod accepting;
+mod acknowledging;
 pub mod admin;
 mod candidacy;
 mod changes;

@@ -18,6 +18,7 @@ use dflockd_core::{Effect, Span, Timestamp};
 use raft::eraftpb::{ConfState, Entry, Message, MessageType, SnapshotMetadata};
 
 use super::accepting::Accepting;
+use super::acknowledging::Acknowledging;
 use super::admin::{AdminRequest, AdminResult, Admins};
 use super::candidacy::Candidacy;
 use super::changes::Changes;
@@ -72,6 +73,7 @@ pub struct Replica {
     pub(super) candidacy: Candidacy,
     writing: Writing,
     changes: Changes,
+    acknowledging: Acknowledging,
     snapshots: Snapshots,
     pub(super) transfers: Transfers,
     pub(super) admins: Admins,
@@ -131,6 +133,9 @@ impl Replica {
             candidacy: Candidacy::new(was_cut && !alone),
             writing: Writing::default(),
             changes: Changes::default(),
+            acknowledging: Acknowledging::new(Span(
+                TICK.0 * config.raft.heartbeat_ticks as u64 / 2,
+            )),
             snapshots: Snapshots::new(config.snapshot_entries, config.snapshot_bytes),
             transfers: Transfers::default(),
             admins: Admins::default(),
@@ -301,6 +306,7 @@ impl Replica {
     /// The connection to a member broke; `refused`: its process is gone.
     pub fn handle_unreachable(&mut self, peer: RaftId, refused: bool) {
         self.consensus.report_unreachable(peer);
+        self.acknowledging.forget();
         if refused {
             self.leading.lose(peer);
         }
@@ -369,8 +375,9 @@ impl Replica {
         }
         self.serve_snapshots(outputs);
         let to_keep = self.snapshots.take_to_keep();
-        if self.writing.has_notes() || to_keep.is_some() {
-            self.write(LogBatch::default(), to_keep, true, 0, Vec::new(), outputs);
+        let has_news = self.writing.has_notes() || to_keep.is_some();
+        if has_news || self.writing.is_commit_due() {
+            self.write(LogBatch::default(), to_keep, has_news, 0, Vec::new(), outputs);
         }
         let released = self.writing.take_released();
         self.send(released, outputs);
@@ -512,6 +519,7 @@ impl Replica {
 
     /// Looks after what may take too long.
     fn look(&mut self) {
+        self.writing.flush_commit();
         self.look_after_requests();
         self.look_after_reads();
         self.look_after_leadership();
@@ -541,6 +549,9 @@ impl Replica {
             MessageType::MsgAppend | MessageType::MsgHeartbeat | MessageType::MsgSnapshot
         );
         let is_append = message.msg_type == MessageType::MsgAppend;
+        if is_append && !message.entries.is_empty() {
+            self.acknowledging.forget();
+        }
         let (term, commit) = (message.term, is_append.then_some(message.commit));
         let is_answer = matches!(
             message.msg_type,
@@ -621,7 +632,11 @@ impl Replica {
         let messages = ready.take_persisted_messages();
         self.consensus.advance(ready);
         self.consensus.applied(self.applied);
-        let hard_state = hard_state.filter(|_| !bug(Bug::VoteNotKept));
+        let mut hard_state = hard_state.filter(|_| !bug(Bug::VoteNotKept));
+        if hard_state.is_some() && !sync && received.is_none() {
+            self.writing.defer_commit();
+            hard_state = None;
+        }
         if bug(Bug::CountedBeforeSync) {
             self.consensus.persisted(number);
         }
@@ -641,7 +656,7 @@ impl Replica {
     /// Hands something to the log. `messages` leave when it is there.
     fn write(
         &mut self,
-        batch: LogBatch,
+        mut batch: LogBatch,
         snapshot: Option<ReceivedSnapshot>,
         sync: bool,
         ready: u64,
@@ -651,13 +666,17 @@ impl Replica {
         if bug(Bug::AckBeforeSync) {
             self.send(std::mem::take(&mut messages), outputs);
         }
+        if self.writing.take_commit() && !bug(Bug::VoteNotKept) {
+            let tail = self.consensus.tail();
+            batch.hard_state.get_or_insert_with(|| tail.hard_state.clone());
+        }
         let write = self.writing.write(batch, snapshot, sync, ready, messages, self.now);
         outputs.writes.push(write);
     }
 
     fn send(&mut self, messages: Vec<Message>, outputs: &mut Outputs) {
         let time = self.cluster_time().unwrap_or_default();
-        for mut message in messages {
+        for mut message in self.acknowledging.without_repeats(messages, self.now) {
             let to = message.to;
             message.commit = message.commit.min(self.changes.told_max());
             if is_vote_request(&message) {
@@ -747,6 +766,8 @@ impl Replica {
                 );
             }
             Event::Members => {
+                // The node notes what it learns from it: the name of its cluster.
+                self.writing.need_commit();
                 let removed = self.machine.was_removed(self.id());
                 if removed && !self.machine.members().is_empty() {
                     let done = self.admins.removed(|node| self.machine.is_retired(node));

@@ -415,6 +415,56 @@ fn a_leader_that_is_not_open_sleeps() {
     assert!(replica.next_deadline().since(begin).0 >= 40 * TICK.0, "it looks between ticks");
 }
 
+/// The commit index alone is no reason to write, but the file is not far behind it.
+#[test]
+fn the_commit_index_is_written_soon() {
+    let mut group = Group::new(3);
+    group.run_until("nothing is under way", |group| {
+        let mut all = group.replicas.values().map(Replica::status);
+        all.all(|status| status.commit == status.last && status.applied == status.last)
+    });
+    for _ in 0..20 {
+        group.tick();
+    }
+    for (id, replica) in &group.replicas {
+        let disk = &group.disks[id];
+        let unsynced = disk.unsynced.iter().filter_map(|batch| batch.hard_state.as_ref());
+        let state = unsynced.last().unwrap_or(&disk.hard_state);
+        assert_eq!(state.commit, replica.status().commit, "n{id}");
+    }
+}
+
+/// GUARANTEES 43: what a member notes because of its state, the name of its cluster, can not be on its disk without the
+/// commit of that state: it would know the name and not where it is from, and talk to nobody who does not know it.
+#[test]
+fn a_name_is_noted_behind_its_commit() {
+    let mut group = Group::new(3);
+    let mut named = BTreeSet::new();
+    for _ in 0..10_000 {
+        for (id, replica) in &group.replicas {
+            if replica.machine().formed_as().is_none() || !named.insert(*id) {
+                continue;
+            }
+            let disk = &group.disks[id];
+            let unsynced = disk.unsynced.iter().filter_map(|batch| batch.hard_state.as_ref());
+            let state = unsynced.last().unwrap_or(&disk.hard_state);
+            assert!(state.commit >= replica.status().applied, "n{id}: {state:?}");
+        }
+        if named.len() == 3 {
+            return;
+        }
+        if !group.deliver() {
+            group.now = group.now + TICK;
+            for id in group.ids() {
+                let now = group.now;
+                group.replica(id).handle_time(now);
+                group.poll(id);
+            }
+        }
+    }
+    panic!("they never have a name");
+}
+
 /// A member that sleeps while its ticks change nothing sends the same frames at the same instants as one that is woken
 /// for each tick: heartbeats, and the elections after two leaders have fallen silent.
 #[test]

@@ -2,6 +2,12 @@
 //!
 //! Raft may send most messages at once, but votes and acknowledgements only when what they speak of is durable. Those
 //! wait here, in the order of the writes: [`Writing::written`] releases them.
+//!
+//! The commit index alone is no reason to write: a member that starts again learns it from the others. It goes with the
+//! next write, or with one of its own if none comes soon ([`Writing::flush_commit`]), so that the file is not far behind.
+//! But what a node notes because of its state, such as the name of its cluster, comes behind the commit index of that
+//! state ([`Writing::need_commit`]): a node that knows the name and has forgotten where it is from talks to nobody who
+//! does not know it.
 
 use std::collections::VecDeque;
 
@@ -28,6 +34,19 @@ pub(super) struct Writing {
     /// so this node does not want to lead.
     installing: Option<u64>,
     room_low: bool,
+    commit: CommitIndex,
+}
+
+/// Where the commit index is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum CommitIndex {
+    /// In a write.
+    #[default]
+    Handed,
+    /// To go with the next write.
+    Deferred,
+    /// To be written now, by itself if need be.
+    Due,
 }
 
 struct Unwritten {
@@ -47,6 +66,35 @@ impl Writing {
 
     pub(super) fn has_notes(&self) -> bool {
         !self.notes.is_empty()
+    }
+
+    /// The commit index has changed, and nothing else that Raft keeps on disk: it goes with the next write.
+    pub(super) fn defer_commit(&mut self) {
+        if self.commit == CommitIndex::Handed {
+            self.commit = CommitIndex::Deferred;
+        }
+    }
+
+    /// No write has taken the commit index for a while.
+    pub(super) fn flush_commit(&mut self) {
+        if self.commit == CommitIndex::Deferred {
+            self.commit = CommitIndex::Due;
+        }
+    }
+
+    /// The commit index is written at once: something that is noted follows from it.
+    pub(super) fn need_commit(&mut self) {
+        self.commit = CommitIndex::Due;
+    }
+
+    /// Whether the commit index is to be written by itself.
+    pub(super) fn is_commit_due(&self) -> bool {
+        self.commit == CommitIndex::Due
+    }
+
+    /// Whether the commit index goes with the write that is made now.
+    pub(super) fn take_commit(&mut self) -> bool {
+        std::mem::take(&mut self.commit) != CommitIndex::Handed
     }
 
     /// The number that the next write will have.
@@ -186,6 +234,24 @@ mod tests {
         assert!(writing.is_installing());
         writing.written(2);
         assert!(!writing.is_installing());
+    }
+
+    #[test]
+    fn the_commit_index_goes_with_the_next_write() {
+        let mut writing = Writing::default();
+        writing.flush_commit();
+        assert!(!writing.is_commit_due() && !writing.take_commit(), "it has not changed");
+        writing.defer_commit();
+        assert!(!writing.is_commit_due(), "nothing is written because of it");
+        assert!(writing.take_commit() && !writing.take_commit(), "once");
+        writing.defer_commit();
+        writing.flush_commit();
+        writing.defer_commit();
+        assert!(writing.is_commit_due(), "no write has come");
+        assert!(writing.take_commit() && !writing.is_commit_due());
+        writing.need_commit();
+        writing.defer_commit();
+        assert!(writing.is_commit_due() && writing.take_commit());
     }
 
     #[test]
