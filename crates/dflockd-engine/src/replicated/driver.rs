@@ -178,8 +178,8 @@ pub(crate) async fn start(
         transport.seal();
     }
     let host = Threads { front: Arc::clone(front), transport: Arc::clone(&transport), disk };
-    let site = Site { front: Arc::clone(front), gate, host: Arc::new(host), start, options };
-    spawn("replica", move || site.run(log, recovered))?;
+    let node = Node { front: Arc::clone(front), gate, host: Arc::new(host), start, options };
+    spawn("replica", move || node.run(log, recovered))?;
     Ok(transport)
 }
 
@@ -462,7 +462,7 @@ impl Handler for Gate {
 
 /// The replica and all that is needed to do what it wants: what the combiner drives.
 pub(super) struct ReplicaDriver {
-    site: Site,
+    node: Node,
     replica: Replica,
     outputs: Outputs,
     notices: Vec<Notice>,
@@ -479,15 +479,15 @@ impl Drive for ReplicaDriver {
 
     /// Lets the replica take its inputs, and does what it wants.
     fn drive(&mut self) -> u64 {
-        let Self { site, replica, outputs, notices, inputs } = self;
-        let front = Arc::clone(&site.front);
+        let Self { node, replica, outputs, notices, inputs } = self;
+        let front = Arc::clone(&node.front);
         let fuse = FailNodeOnPanic::new(&front);
         let began = front.clock().now();
         replica.handle_time(began);
         inputs.feed(replica, outputs);
         replica.poll(outputs);
         front.gauges().turned(replica, began, front.clock().now());
-        if let Err(why) = site.hand_out(replica, outputs, notices) {
+        if let Err(why) = node.hand_out(replica, outputs, notices) {
             front.fail(why);
         }
         fuse.disarm();
@@ -504,7 +504,7 @@ impl ReplicaDriver {
 }
 
 /// The node around a replica: how it is seen by connections and peers, what it is given by its host, and its options.
-pub(super) struct Site {
+pub(super) struct Node {
     pub(super) front: Arc<Replicated>,
     pub(super) gate: Arc<Gate>,
     pub(super) host: Arc<dyn Host>,
@@ -515,7 +515,7 @@ pub(super) struct Site {
 /// The number by which a peer has called this node, and the frame with it.
 pub(super) type FirstFrame = (RaftId, Bytes);
 
-impl Site {
+impl Node {
     fn run<D: Disk + Send + 'static>(self, log: LogStore<D>, recovered: Recovered) {
         let front = Arc::clone(&self.front);
         let fuse = FailNodeOnPanic::new(&front);
@@ -561,7 +561,7 @@ impl Site {
             }
         }
         let driver = self.begin(raft_id, first, recovered)?;
-        let front = Arc::clone(&driver.site.front);
+        let front = Arc::clone(&driver.node.front);
         front.run(driver);
         Ok(())
     }
@@ -653,7 +653,7 @@ impl Site {
             replica.handle_frame(from, bytes);
         }
         let (outputs, inputs) = (Outputs::default(), Inputs::default());
-        Ok(ReplicaDriver { site: self, replica, outputs, notices: Vec::new(), inputs })
+        Ok(ReplicaDriver { node: self, replica, outputs, notices: Vec::new(), inputs })
     }
 
     /// Takes the name that the cluster has drawn, and remembers it before anybody is told.

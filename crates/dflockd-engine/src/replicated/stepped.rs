@@ -27,7 +27,7 @@ use tokio::sync::oneshot;
 
 use super::Replicated;
 use super::combiner::Queue;
-use super::driver::{self, Host, MemberOptions, Opened, Site};
+use super::driver::{self, Host, MemberOptions, Node, Opened};
 use super::formation::{self, FirstMember};
 use super::log_writer::{LogJob, LogThread, Pass, log_failed};
 use crate::chance::Chance;
@@ -43,7 +43,7 @@ pub struct Stepped<D: Disk> {
     /// What the log thread has written and not finished.
     pass: RefCell<Option<Pass>>,
     /// None once the node knows who it is.
-    waiting: RefCell<Option<(Site, Recovered)>>,
+    waiting: RefCell<Option<(Node, Recovered)>>,
 }
 
 /// What first members of this list present until they know each other's data directories.
@@ -120,12 +120,12 @@ impl<D: Disk> Stepped<D> {
         let host = host(&front);
         let log = LogThread::new(log, Arc::clone(&front), Arc::clone(&host));
         let raft_id = gate.number();
-        let site =
-            Site { front: Arc::clone(&front), gate: Arc::clone(&gate), host, start, options };
+        let node =
+            Node { front: Arc::clone(&front), gate: Arc::clone(&gate), host, start, options };
         let waiting = if raft_id == 0 || gate.is_forming() {
-            Some((site, recovered))
+            Some((node, recovered))
         } else {
-            front.combiner.begin(Box::new(site.begin(raft_id, None, recovered)?));
+            front.combiner.begin(Box::new(node.begin(raft_id, None, recovered)?));
             None
         };
         let (log, waiting) = (RefCell::new(log), RefCell::new(waiting));
@@ -169,12 +169,12 @@ impl<D: Disk> Stepped<D> {
         if !self.is_forming() {
             return;
         }
-        let Some((site, mut recovered)) = self.waiting.borrow_mut().take() else { return };
+        let Some((node, mut recovered)) = self.waiting.borrow_mut().take() else { return };
         let formed = self.gate.form(self.log.borrow_mut().log(), &mut recovered, &[]);
         let begun = match formed {
-            Ok(true) => site.begin(self.gate.number(), None, recovered),
+            Ok(true) => node.begin(self.gate.number(), None, recovered),
             Ok(false) => {
-                *self.waiting.borrow_mut() = Some((site, recovered));
+                *self.waiting.borrow_mut() = Some((node, recovered));
                 return;
             }
             Err(why) => Err(why),
@@ -225,14 +225,14 @@ impl<D: Disk> Stepped<D> {
         if self.is_forming() {
             return;
         }
-        let Some((site, recovered)) = self.waiting.borrow_mut().take() else { return };
+        let Some((node, recovered)) = self.waiting.borrow_mut().take() else { return };
         let Some(inputs) = self.front.wait_for_work(std::time::Duration::ZERO) else { return };
-        match site.find_number(inputs) {
-            Some((raft_id, first)) => match site.begin(raft_id, Some(first), recovered) {
+        match node.find_number(inputs) {
+            Some((raft_id, first)) => match node.begin(raft_id, Some(first), recovered) {
                 Ok(driver) => self.front.combiner.begin(Box::new(driver)),
                 Err(why) => self.front.fail(why),
             },
-            None => *self.waiting.borrow_mut() = Some((site, recovered)),
+            None => *self.waiting.borrow_mut() = Some((node, recovered)),
         }
     }
 
