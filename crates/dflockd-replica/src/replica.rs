@@ -293,7 +293,7 @@ impl Replica {
 
     /// The disk has only its reserve left, or has room again.
     pub fn handle_room(&mut self, low: bool) {
-        if !self.writing.set_room_low(low) {
+        if !self.writing.set_room_low(low, self.now) {
             return;
         }
         if low {

@@ -415,6 +415,26 @@ fn a_leader_that_is_not_open_sleeps() {
     assert!(replica.next_deadline().since(begin).0 >= 40 * TICK.0, "it looks between ticks");
 }
 
+/// GUARANTEES 40: a leader whose disk is full hands over, but not to and fro where nobody has room.
+#[test]
+fn promise_40_leadership_does_not_go_to_and_fro() {
+    let mut group = Group::new(2);
+    let first = group.leader().unwrap();
+    group.replica(first).handle_room(true);
+    group.run_until("the one with room leads", |group| {
+        group.leader().is_some_and(|leader| leader != first)
+    });
+    let second = group.leader().unwrap();
+    group.replica(second).handle_room(true);
+    group.run_until("it hands over", |group| group.leader() == Some(first));
+    let before = group.replicas[&first].status().term;
+    for _ in 0..6000 {
+        group.tick();
+    }
+    let terms = group.replicas[&first].status().term - before;
+    assert!((1..=2).contains(&terms), "{terms} terms in a minute");
+}
+
 /// The commit index alone is no reason to write, but the file is not far behind it.
 #[test]
 fn the_commit_index_is_written_soon() {

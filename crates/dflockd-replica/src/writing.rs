@@ -33,7 +33,8 @@ pub(super) struct Writing {
     /// The number of the write with a received snapshot. Until it is done the library believes in a log that is gone,
     /// so this node does not want to lead.
     installing: Option<u64>,
-    room_low: bool,
+    /// Since when the disk has only its reserve left.
+    room_low_since: Option<Timestamp>,
     commit: CommitIndex,
 }
 
@@ -159,12 +160,21 @@ impl Writing {
 
     /// Whether the disk has only its reserve left.
     pub(super) fn is_room_low(&self) -> bool {
-        self.room_low
+        self.room_low_since.is_some()
+    }
+
+    /// For how long the disk has had only its reserve left.
+    pub(super) fn room_low_for(&self, now: Timestamp) -> Option<Span> {
+        self.room_low_since.map(|since| now.since(since))
     }
 
     /// True if that is new.
-    pub(super) fn set_room_low(&mut self, low: bool) -> bool {
-        std::mem::replace(&mut self.room_low, low) != low
+    pub(super) fn set_room_low(&mut self, low: bool, now: Timestamp) -> bool {
+        let is_new = low != self.is_room_low();
+        if is_new {
+            self.room_low_since = low.then_some(now);
+        }
+        is_new
     }
 }
 
@@ -268,8 +278,10 @@ mod tests {
     #[test]
     fn low_room_is_news_once() {
         let mut writing = Writing::default();
-        assert!(!writing.is_room_low() && !writing.set_room_low(false));
-        assert!(writing.set_room_low(true) && writing.is_room_low() && !writing.set_room_low(true));
-        assert!(writing.set_room_low(false) && !writing.is_room_low());
+        assert!(!writing.is_room_low() && !writing.set_room_low(false, at(1)));
+        assert!(writing.set_room_low(true, at(2)) && writing.is_room_low());
+        assert!(!writing.set_room_low(true, at(3)));
+        assert_eq!(writing.room_low_for(at(5)), Some(Span::from_millis(3)));
+        assert!(writing.set_room_low(false, at(6)) && writing.room_low_for(at(7)).is_none());
     }
 }

@@ -11,6 +11,9 @@ use crate::leading::Accepted;
 use crate::types::{LeaderCommand, RaftId};
 use crate::{Outputs, stamp_of};
 
+/// How long a leader that had no room on its disk before it led goes on.
+const NO_ROOM_PATIENCE: Span = Span::from_millis(30_000);
+
 impl Replica {
     /// Cluster time, on a leader.
     pub(super) fn cluster_time(&self) -> Option<Timestamp> {
@@ -242,7 +245,7 @@ impl Replica {
         if self.consensus.is_transferring() {
             return;
         }
-        let (stalled, low) = (self.writing.is_stalled(self.now), self.writing.is_room_low());
+        let (stalled, low) = (self.writing.is_stalled(self.now), self.leads_without_room());
         let drained = self.candidacy.is_drained();
         if (self.config.witness || stalled || low || drained)
             && let Some(to) = self.best_successor()
@@ -250,6 +253,15 @@ impl Replica {
             tracing::warn!(to, stalled, low, drained, "leadership is handed over");
             self.consensus.transfer(to);
         }
+    }
+
+    /// Whether somebody else should lead because the disk has only its reserve left. A leader that had no room before it
+    /// led may have been handed leadership by one that has none either, and does not hand it back at once.
+    fn leads_without_room(&self) -> bool {
+        let low_for = self.writing.room_low_for(self.now);
+        let leads_for = self.leading.leads_for(self.now);
+        let (Some(low_for), Some(leads_for)) = (low_for, leads_for) else { return false };
+        low_for < leads_for || leads_for >= NO_ROOM_PATIENCE
     }
 
     /// The full voter whose log reaches farthest.
