@@ -94,13 +94,13 @@ def targets(races):
     table.add("w4", "server CPU per renewal ÷ Redis", "redis", "server_cpu", 0.7, False)
     table.add("http", "HTTP/1.1, kept connections, ops/s ÷ line protocol", "dflockd", "ops", 0.3)
     table.add("grpc", "gRPC, a session and a connection each, ops/s ÷ line protocol", "dflockd", "ops", 0.3)
-    table.add("durable", "one node on disk, ops/s ÷ Redis (AOF, always)", "redis-aof", "ops", 1.3)
-    for connections, limit in ((1, 2.0), (64, 5.0), (256, 5.0)):
-        what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd"
-        table.add(f"w6-{connections}", what, "etcd", "ops", limit)
-        what = f"three nodes on disk by gRPC, {connections} sessions, ops/s ÷ etcd by"
-        table.add(f"grpc6-{connections}", f"{what} gRPC", "etcd-grpc", "ops", limit)
-        table.add(f"grpc6-{connections}", f"{what} its JSON gateway", "etcd", "ops", limit)
+    table.add("durable", "one node on disk, ops/s ÷ Redis (AOF, always)", "redis-aof", "ops", 1.5)
+    # The line protocol has no counterpart in etcd; gRPC is its fastest API.
+    for connections, lines, grpc in ((1, 2.5, 2.0), (64, 5.0, 4.0), (256, 6.0, 4.0)):
+        what = f"three nodes on disk, {connections} connections, ops/s ÷ etcd by gRPC"
+        table.add(f"w6-{connections}", what, "etcd-grpc", "ops", lines)
+        what = f"three nodes on disk by gRPC, {connections} sessions, ops/s ÷ etcd by gRPC"
+        table.add(f"grpc6-{connections}", what, "etcd-grpc", "ops", grpc)
     table.add("grow-held", "ops/s, many other locks held ÷ none", "empty", "ops", 0.9)
     table.add("grow-waiters", "hand-overs/s, long queue ÷ ten waiters", "10 waiters", "ops", 0.9)
     rows = sorted(table.rows, key=lambda row: natural(row.split("|")[1].strip()))
