@@ -661,8 +661,8 @@ impl World {
 
     /// Which version of the log the next node that starts can read: while the cluster is upgraded, the newest or the
     /// one before, until an operator has asked for the newest. From then on the log may have it at any time, and a
-    /// server that can not read it stops, as it says. So may that of a new cluster whose members have all said that they
-    /// read it.
+    /// server that can not read it stops, as it says. So may that of a new cluster whose members have all said that
+    /// they read it.
     fn choose_program(&mut self) {
         let is_upgrading = self.plan.has(Fault::Upgrade) && self.storm;
         let is_agreed = self.oracle.machine().version() >= version::NEWEST

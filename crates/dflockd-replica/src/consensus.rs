@@ -224,8 +224,8 @@ impl Consensus {
         self.set_election_timeout();
     }
 
-    /// Tells the followers at once what is committed, if this member leads. Not by a heartbeat: that speaks only of what
-    /// a follower has acknowledged, and the entry may still be on its way to one.
+    /// Tells the followers at once what is committed, if this member leads. Not by a heartbeat: that speaks only of
+    /// what a follower has acknowledged, and the entry may still be on its way to one.
     pub(crate) fn tell_commit(&mut self) {
         if self.is_leader() {
             self.node.raft.bcast_append();

@@ -25,8 +25,8 @@
 //! subscriptions, the rules that go by them (`Limits::rules`), and sealed frames between peers without TLS. Version 3
 //! brought a random name of the cluster. Version 4 brought names and references of clients: what a client with a
 //! reference leaves behind waits for it. Only what such an item has made known is treated like that. Besides, a session
-//! that has ended is remembered for longer from there on ([`ENDED_FOR_GOOD`]). So nothing of an older log means anything
-//! else.
+//! that has ended is remembered for longer from there on ([`ENDED_FOR_GOOD`]). So nothing of an older log means
+//! anything else.
 //!
 //! # The id of a cluster
 //!
@@ -58,7 +58,7 @@ use super::machine;
 /// | 1 | the first |
 /// | 2 | [`LimitsV2`](dflockd_core::LimitsV2) behind a policy, in orders and snapshots; the rules that go with them |
 /// | 3 | [`LeaderCommand::ClusterId`](super::types::LeaderCommand::ClusterId); the name before it in snapshots |
-/// | 4 | [`ProposalBody::Identify`](super::types::ProposalBody::Identify); clients' names and references in snapshots; [`ENDED_FOR_GOOD`] |
+/// | 4 | [`Identify`](super::types::ProposalBody::Identify); clients' names in snapshots; [`ENDED_FOR_GOOD`] |
 pub const NEWEST: u32 = 4;
 
 /// The first version in which a cluster has a name that nobody else has.

@@ -3,8 +3,9 @@
 //! Raft may send most messages at once, but votes and acknowledgements only when what they speak of is durable. Those
 //! wait here, in the order of the writes: [`Writing::written`] releases them.
 //!
-//! The commit index alone is no reason to write: a member that starts again learns it from the others. It goes with the
-//! next write, or with one of its own if none comes soon ([`Writing::flush_commit`]), so that the file is not far behind.
+//! The commit index alone is no reason to write: a member that starts again learns it from the others. It goes with
+//! the next write, or with one of its own if none comes soon ([`Writing::flush_commit`]), so that the file is not far
+//! behind.
 //! But what a node notes because of its state, such as the name of its cluster, comes behind the commit index of that
 //! state ([`Writing::need_commit`]): a node that knows the name and has forgotten where it is from talks to nobody who
 //! does not know it.

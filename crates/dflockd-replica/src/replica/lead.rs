@@ -255,8 +255,8 @@ impl Replica {
         }
     }
 
-    /// Whether somebody else should lead because the disk has only its reserve left. A leader that had no room before it
-    /// led may have been handed leadership by one that has none either, and does not hand it back at once.
+    /// Whether somebody else should lead because the disk has only its reserve left. A leader that had no room before
+    /// it led may have been handed leadership by one that has none either, and does not hand it back at once.
     fn leads_without_room(&self) -> bool {
         let low_for = self.writing.room_low_for(self.now);
         let leads_for = self.leading.leads_for(self.now);
