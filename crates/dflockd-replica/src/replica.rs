@@ -618,18 +618,27 @@ impl Replica {
         tail.append(&entries);
         if let Some(hard_state) = &hard_state {
             let before = std::mem::replace(&mut tail.hard_state, hard_state.clone());
+            if (before.term, before.vote) != (hard_state.term, hard_state.vote) {
+                self.writing.begin_term();
+            }
             for change in tail.changes(before.commit, hard_state.commit).filter(|_| is_leader) {
                 self.changes.commit(change, self.writing.next());
                 sync = true;
             }
         }
-        self.send(messages, outputs);
+        let mut held = Vec::new();
+        if self.writing.is_term_written() {
+            self.send(messages, outputs);
+        } else {
+            held = messages;
+        }
         self.changes.hold(ready.take_committed_entries());
         self.apply_committed(outputs);
         if self.fatal.is_some() {
             return;
         }
-        let messages = ready.take_persisted_messages();
+        let mut messages = held;
+        messages.extend(ready.take_persisted_messages());
         self.consensus.advance(ready);
         self.consensus.applied(self.applied);
         let mut hard_state = hard_state.filter(|_| !bug(Bug::VoteNotKept));

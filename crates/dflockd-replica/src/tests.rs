@@ -435,6 +435,28 @@ fn promise_40_leadership_does_not_go_to_and_fro() {
     assert!((1..=2).contains(&terms), "{terms} terms in a minute");
 }
 
+/// GUARANTEES 37: a single voter leads as soon as it wants to, but says nothing in a term that it could forget: after a
+/// crash it would lead in the same term again, with other entries and another time, and a learner could not tell.
+#[test]
+fn promise_37_nothing_is_said_in_a_term_that_is_not_durable() {
+    let mut group = Group::new(1);
+    let learner = group.add_learner(1);
+    group.crash(1, 1);
+    group.hung.insert(1);
+    let before = group.replicas[&learner].status().term;
+    for _ in 0..100 {
+        group.tick();
+    }
+    let status = group.replicas[&1].status();
+    assert!(status.is_leader() && status.term > before, "{status:?}");
+    assert_eq!(group.replicas[&learner].status().term, before, "it has heard of the term");
+    group.crash(1, 1);
+    assert_eq!(group.replicas[&1].status().term, before);
+    group.run_until("it says what is durable", |group| {
+        group.replicas[&learner].status().term == status.term
+    });
+}
+
 /// The commit index alone is no reason to write, but the file is not far behind it.
 #[test]
 fn the_commit_index_is_written_soon() {

@@ -1,7 +1,8 @@
 //! What was handed to the log and is not written yet, and the messages that wait for it.
 //!
 //! Raft may send most messages at once, but votes and acknowledgements only when what they speak of is durable. Those
-//! wait here, in the order of the writes: [`Writing::written`] releases them.
+//! wait here, in the order of the writes: [`Writing::written`] releases them. So does everything that a member says in
+//! a term that is not durable: a single voter leads at once, and could lead again in the same term after a crash.
 //!
 //! The commit index alone is no reason to write: a member that starts again learns it from the others. It goes with
 //! the next write, or with one of its own if none comes soon ([`Writing::flush_commit`]), so that the file is not far
@@ -34,6 +35,8 @@ pub(super) struct Writing {
     /// The number of the write with a received snapshot. Until it is done the library believes in a log that is gone,
     /// so this node does not want to lead.
     installing: Option<u64>,
+    /// The number of the write with the newest term and vote, until it is done.
+    term: Option<u64>,
     /// Since when the disk has only its reserve left.
     room_low_since: Option<Timestamp>,
     commit: CommitIndex,
@@ -109,6 +112,16 @@ impl Writing {
         self.unwritten.is_empty()
     }
 
+    /// The next write has a new term or vote.
+    pub(super) fn begin_term(&mut self) {
+        self.term = Some(self.next());
+    }
+
+    /// Whether the newest term and vote are durable.
+    pub(super) fn is_term_written(&self) -> bool {
+        self.term.is_none()
+    }
+
     /// A write of `batch` and of all notes. `messages` are released when it is done, and then the library is told that
     /// its Ready number `ready` is durable.
     pub(super) fn write(
@@ -138,9 +151,8 @@ impl Writing {
             ready = ready.max(write.ready);
             self.released.extend(write.messages);
         }
-        if self.installing.is_some_and(|installing| installing <= number) {
-            self.installing = None;
-        }
+        self.installing.take_if(|installing| *installing <= number);
+        self.term.take_if(|term| *term <= number);
         (ready > 0).then_some(ready)
     }
 
@@ -245,6 +257,20 @@ mod tests {
         assert!(writing.is_installing());
         writing.written(2);
         assert!(!writing.is_installing());
+    }
+
+    #[test]
+    fn a_term_is_written_with_the_next_write() {
+        let mut writing = Writing::default();
+        assert!(writing.is_term_written());
+        for number in 1..=2 {
+            writing.begin_term();
+            writing.write(LogBatch::default(), None, true, number, vec![], at(0));
+        }
+        writing.written(1);
+        assert!(!writing.is_term_written());
+        writing.written(2);
+        assert!(writing.is_term_written());
     }
 
     #[test]
