@@ -221,10 +221,10 @@ pub struct Outputs {
     /// Frames for other members, to be sent in order at once: none of them waits for a write in `writes`.
     ///
     /// What other members may rely on only when it is durable here (votes, acknowledgements of entries, batches of a
-    /// new incarnation) is no output before [`Replica::handle_written`] has reported its write. A leader's entries are
-    /// outputs before its own write is done: followers write them at the same time, and it counts itself only
-    /// afterwards. It tells that a change of the membership is committed when that is durable here. A frame may get
-    /// lost or come late; what matters is sent again.
+    /// new incarnation, anything said in a new term) is no output before [`Replica::handle_written`] has reported its
+    /// write. A leader's entries are outputs before its own write is done: followers write them at the same time, and
+    /// it counts itself only afterwards. It tells that a change of the membership is committed when that is durable
+    /// here. A frame may get lost or come late; what matters is sent again.
     pub frames: Vec<Outgoing>,
     /// Writes to the log, to be done in order. See [`LogWrite`] for what must be durable when.
     pub writes: Vec<LogWrite>,
@@ -234,7 +234,8 @@ pub struct Outputs {
     /// which a majority has. So no write in `writes` has to be waited for: a crash between an answer and a write loses
     /// nothing of what was answered. A leader applies a change of the membership only when its commit is durable, too.
     /// That entries are applied is not written down; after a restart they are applied again, and nobody hears of it
-    /// twice, because the connections are gone.
+    /// twice, because the connections are gone. What the node notes in its log because of an event goes behind
+    /// `writes`, which have the commit index that the event follows from.
     pub events: Vec<NodeEvent>,
     /// A snapshot to be made by another thread. A crash may lose it: the log still has everything.
     pub snapshot_job: Option<SnapshotJob>,
