@@ -8,6 +8,8 @@
 //! names are never used again. Addresses are replicated. [`AdminRequest`] is the way in for the command `cluster`, HTTP
 //! and gRPC; what concerns one node (snapshot, drain) that node does itself.
 //!
+//! A removal is done for its operator when an entry behind it is committed, too: head of [`Changes`](super::changes).
+//!
 //! The leader refuses a promotion or a removal after which fewer voters than a majority would be reachable, unless the
 //! operator forces it: the cluster could decide nothing any more, not even to take the change back. A voter is
 //! reachable if it has answered the leader within an election timeout, and its process is not known to be gone.
@@ -279,6 +281,11 @@ impl Admins {
             let done = same && is_change == proposed.is_change && has_version;
             let refused = || Err("the cluster did not take the change; try again".to_owned());
             let Proposed { origin, id, request, .. } = proposed;
+            if done && is_change && matches!(request, AdminRequest::Remove { .. }) {
+                // Decided once more, now that it is done: see `Replica::confirm_removal`.
+                self.to_decide.push((origin, id, request));
+                continue;
+            }
             let result = if done { Ok(()) } else { refused() };
             decided.push(Decided { origin, id, request, result });
         }
@@ -457,7 +464,9 @@ impl Replica {
             },
             AdminRequest::Remove { node } | AdminRequest::ForceRemove { node } => {
                 match self.member(&node) {
-                    None if self.machine.is_retired(&node) => return Decision::Now(Ok(())),
+                    None if self.machine.is_retired(&node) => {
+                        return self.confirm_removal(is_forced);
+                    }
                     None => return refused(format!("no member has the id {node}")),
                     Some(raft_id) => MemberChange::Remove { raft_id },
                 }
@@ -535,6 +544,16 @@ impl Replica {
             reachable.len() + silent.len(),
             silent.join(", "),
         )))
+    }
+
+    /// A removal that has been applied is told as done when an entry behind it is committed: a majority of the voters
+    /// that are left remembers it then, whichever of them lose their power. A forced one is told at once: those that are
+    /// left may be no majority.
+    fn confirm_removal(&mut self, is_forced: bool) -> Decision {
+        if is_forced {
+            return Decision::Now(Ok(()));
+        }
+        self.order(&LeaderCommand::Tick)
     }
 
     fn order(&mut self, order: &LeaderCommand) -> Decision {

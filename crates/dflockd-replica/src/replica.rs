@@ -710,10 +710,19 @@ impl Replica {
     /// Applies what is committed, as far as nothing has to be durable before. False if there is nothing.
     fn apply_committed(&mut self, outputs: &mut Outputs) -> bool {
         let before = self.applied;
-        while let Some(entry) = self.changes.next() {
+        loop {
+            let may_leave = self.may_leave();
+            let Some(entry) = self.changes.next(self.id(), may_leave) else { break };
             self.apply(&entry, outputs);
         }
         self.applied > before
+    }
+
+    /// Whether this node may apply its own removal: a leader that knows has told it, or as one it has told others. Raft
+    /// can not remove a leader.
+    fn may_leave(&self) -> bool {
+        let is_told = self.consensus.leader().is_some_and(|leader| leader != self.id());
+        is_told || self.changes.has_left() && !self.consensus.is_leader()
     }
 
     fn apply(&mut self, entry: &Entry, outputs: &mut Outputs) {

@@ -278,6 +278,13 @@ impl Group {
         assert_eq!(self.voters(of), before);
     }
 
+    /// Whether the change of the membership in the log of a member is committed there; none if there is none.
+    fn has_change(&self, id: RaftId) -> Option<bool> {
+        let entries = &self.disks[&id].entries;
+        let change = entries.iter().find(|entry| change_of(entry).is_some())?.index;
+        Some(self.replicas.get(&id).is_some_and(|replica| replica.status().commit >= change))
+    }
+
     /// A learner that has caught up.
     fn add_learner(&mut self, of: RaftId) -> RaftId {
         let id = self.replicas[&of].machine().next_raft_id();
@@ -621,6 +628,95 @@ fn a_single_voter_remembers_that_the_other_one_was_removed() {
     group.crash(leader, 2);
     group.run_until("a leader", |group| group.leader() == Some(leader));
     assert_eq!(group.voters(leader), [leader]);
+}
+
+/// GUARANTEES 41, 43: a removal that was acknowledged outlives the power loss of all and the loss of the leader: of four
+/// voters three are left, and two of them are a majority.
+#[test]
+fn a_majority_remembers_that_somebody_was_removed() {
+    let mut group = Group::new(3);
+    let leader = group.leader().unwrap();
+    let fourth = group.add_learner(leader);
+    group.ask(leader, promote(fourth, false)).unwrap();
+    group.away.insert(fourth);
+    group.pass_election_timeout();
+    group.ask(leader, remove(fourth, false)).unwrap();
+    let others: Vec<RaftId> = (1..=3).filter(|id| *id != leader).collect();
+    group.away.insert(leader);
+    for &id in &others {
+        group.crash(id, 3);
+    }
+    group.run_until("another leader", |group| group.leader().is_some());
+    let now = group.leader().unwrap();
+    assert!(others.contains(&now));
+    let voters: BTreeSet<RaftId> = group.voters(now).into_iter().collect();
+    assert_eq!(voters, (1..=3).collect());
+}
+
+/// Of two members the first, which leads, has proposed the removal of the second and lost that with its power.
+fn with_an_inherited_removal() -> (Group, RaftId, RaftId) {
+    let mut group = Group::new(2);
+    let first = group.leader().unwrap();
+    let second = 3 - first;
+    group.hung.insert(first);
+    group.replica(first).admin(1, remove(second, false));
+    group.poll(first);
+    while group.deliver() {}
+    group.crash(first, 2);
+    assert_eq!((group.has_change(first), group.has_change(second)), (None, Some(false)));
+    (group, first, second)
+}
+
+/// A leader may find its own removal in the log, proposed by one that has lost it with its power.
+#[test]
+fn a_leader_can_be_removed_by_an_earlier_one() {
+    let (mut group, first, second) = with_an_inherited_removal();
+    group.run_until("it ends", |group| group.ended.contains_key(&second));
+    assert_eq!(group.ended[&second], REMOVED);
+    group.run_until("the other one leads", |group| group.leader() == Some(first));
+    assert_eq!(group.voters(first), [first]);
+}
+
+/// GUARANTEES 41, 43: such a leader stays until the other one knows that the removal is committed, which that one could
+/// not find out by itself.
+#[test]
+fn a_removed_leader_stays_until_others_know() {
+    let (mut group, first, second) = with_an_inherited_removal();
+    // What it says is lost from the moment on at which it knows that its removal is committed.
+    for _ in 0..20 * ELECTION_TICKS {
+        group.now = group.now + TICK;
+        for id in group.ids() {
+            let now = group.now;
+            group.replica(id).handle_time(now);
+            group.poll(id);
+        }
+        while group.has_change(second) == Some(false) && group.deliver() {}
+        if group.has_change(second) != Some(false) {
+            break;
+        }
+    }
+    assert_eq!(group.has_change(second), Some(true));
+    group.frames.clear();
+    group.away.insert(second);
+    group.pass_election_timeout();
+    assert!(!group.ended.contains_key(&second), "nobody knows that it is removed");
+    group.away.clear();
+    group.run_until("the other one leads", |group| group.leader() == Some(first));
+    assert_eq!(group.voters(first), [first]);
+}
+
+/// GUARANTEES 40: a member without room hands leadership on until somebody leads that has room.
+#[test]
+fn who_has_room_leads_in_the_end() {
+    for roomy in 1..=3 {
+        let mut group = Group::new(3);
+        for id in group.ids().into_iter().filter(|id| *id != roomy) {
+            group.replica(id).handle_room(true);
+        }
+        group.run_until("it leads", |group| group.leader() == Some(roomy));
+        group.pass_election_timeout();
+        assert_eq!(group.leader(), Some(roomy));
+    }
 }
 
 /// GUARANTEES 41: a voter is there until its removal is durable where it is decided.

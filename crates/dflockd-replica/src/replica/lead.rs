@@ -2,6 +2,7 @@
 //!
 //! [`Leading`](crate::leading) keeps the books, and its head tells what cluster time is.
 
+use bytes::Bytes;
 use dflockd_core::bugs::{Bug, bug};
 use dflockd_core::{Span, Timestamp};
 
@@ -13,6 +14,8 @@ use crate::{Outputs, stamp_of};
 
 /// How long a leader that had no room on its disk before it led goes on.
 const NO_ROOM_PATIENCE: Span = Span::from_millis(30_000);
+/// How far behind the last entry a successor may be.
+const SUCCESSOR_LAG_MAX: u64 = 1000;
 
 impl Replica {
     /// Cluster time, on a leader.
@@ -41,10 +44,19 @@ impl Replica {
     pub(super) fn lead(&mut self) {
         if !self.consensus.is_leader() {
             self.end_leadership();
+            self.changes.lead_no_more();
             return;
         }
         if self.cluster_time().is_none() {
             self.begin_leadership();
+        }
+        if self.changes.must_say_goodbye(self.id()) && self.consensus.propose(vec![Bytes::new()]) {
+            self.changes.said_goodbye(self.consensus.last_index());
+        }
+        if self.changes.leaves(self.consensus.commit()) {
+            self.consensus.step_down();
+            self.end_leadership();
+            return;
         }
         if self.config.witness || self.consensus.is_transferring() {
             return;
@@ -248,7 +260,7 @@ impl Replica {
         let (stalled, low) = (self.writing.is_stalled(self.now), self.leads_without_room());
         let drained = self.candidacy.is_drained();
         if (self.config.witness || stalled || low || drained)
-            && let Some(to) = self.best_successor()
+            && let Some(to) = if low { self.next_successor() } else { self.best_successor() }
         {
             tracing::warn!(to, stalled, low, drained, "leadership is handed over");
             self.consensus.transfer(to);
@@ -266,16 +278,25 @@ impl Replica {
 
     /// The full voter whose log reaches farthest.
     pub(crate) fn best_successor(&self) -> Option<RaftId> {
-        let members = self.machine.members().iter();
-        members
-            .filter(|&(&id, member)| {
-                id != self.id() && !member.witness && self.consensus.is_voter(id)
-            })
-            .filter_map(|(&id, _)| match self.consensus.progress(id) {
-                Some((matched, true)) => Some((matched, id)),
-                _ => None,
-            })
-            .max()
-            .map(|(_, id)| id)
+        self.successors().max().map(|(_, id)| id)
+    }
+
+    /// The next full voter by number that is not far behind: nobody knows here who has room on its disk, so all have
+    /// their turn.
+    fn next_successor(&self) -> Option<RaftId> {
+        let far = self.consensus.last_index().saturating_sub(SUCCESSOR_LAG_MAX);
+        let near = self.successors().filter(|(matched, _)| *matched >= far);
+        near.map(|(_, id)| id).min_by_key(|&id| (id < self.id(), id)).or(self.best_successor())
+    }
+
+    /// The other full voters that have been heard of lately, and how far their logs reach.
+    fn successors(&self) -> impl Iterator<Item = (u64, RaftId)> {
+        let members = self.machine.members().iter().filter(|&(&id, member)| {
+            id != self.id() && !member.witness && self.consensus.is_voter(id)
+        });
+        members.filter_map(|(&id, _)| match self.consensus.progress(id) {
+            Some((matched, true)) => Some((matched, id)),
+            _ => None,
+        })
     }
 }
