@@ -46,7 +46,7 @@ macro_rules! calls {
                     $($wish => Self::$other($made),)*
                     $(Request::Query($query) => Self::$read($key { $($part: $of),* }),)*
                     Request::Command(ref command) => {
-                        CommandCall::new(command).map_or(Self::Refused(Reason::BadRequest), Self::Command)
+                        CommandCall::new(command).map_or_else(Self::Refused, Self::Command)
                     }
                     Request::Auth { .. }
                     | Request::Barrier

@@ -37,9 +37,9 @@ use super::{
     CampaignRequest, CampaignResponse, ChangeKind, CompareAndSetRequest, CompareAndSetResponse,
     CounterResponse, DeleteRequest, DeleteResponse, EnqueueRequest, EnqueueResponse, Grant,
     LeaderEvent, ListEnd, LockMode, LostReason, PopRequest, PopResponse, PublishRequest,
-    PublishResponse, PushRequest, PushResponse, ReleaseRequest, ReleaseResponse, RenewRequest,
-    RenewResponse, ResignRequest, ResignResponse, SetCounterRequest, SetRequest, SetResponse,
-    TryAcquireRequest, WaitRequest, WaitResponse,
+    PublishResponse, PushRequest, PushResponse, Reason, ReleaseRequest, ReleaseResponse,
+    RenewRequest, RenewResponse, ResignRequest, ResignResponse, SetCounterRequest, SetRequest,
+    SetResponse, TryAcquireRequest, WaitRequest, WaitResponse,
 };
 
 /// The longest token that is looked at.
@@ -179,10 +179,13 @@ macro_rules! calls {
 }
 
 impl CommandCall {
-    /// The call that stands for a command; none if there is none.
-    #[must_use]
-    pub fn new(command: &Command<'_>) -> Option<Self> {
-        Some(match *command {
+    /// The call that stands for a command.
+    ///
+    /// # Errors
+    ///
+    /// If there is none: what a server would say to the command.
+    pub fn new(command: &Command<'_>) -> Result<Self, Reason> {
+        Ok(match *command {
             Command::Acquire(acquire) if acquire.mode == Mode::Election => {
                 Self::CampaignRequest(acquire.into())
             }
@@ -192,8 +195,15 @@ impl CommandCall {
             Command::Release(release) if release.resign => Self::ResignRequest(release.into()),
             Command::Release(release) => Self::ReleaseRequest(release.into()),
             // A lease of zero would stand for the server's default.
-            Command::Renew(Renew { lease: Some(Span::ZERO), .. }) => return None,
+            Command::Renew(Renew { lease: Some(Span::ZERO), .. }) => {
+                return Err(Reason::BadRequest);
+            }
             Command::Renew(renew) => Self::RenewRequest(renew.into()),
+            // A message subtracts by adding the negative, and the smallest integer has none. As an addition it would do
+            // the opposite; a store refuses it, too.
+            Command::Add(Add { decrement: true, delta: i64::MIN, .. }) => {
+                return Err(Reason::Overflow);
+            }
             Command::Add(add) => Self::AddCounterRequest(add.into()),
             Command::CounterSet(set) => Self::SetCounterRequest(set.into()),
             Command::KvSet(set) => Self::SetRequest(set.into()),
@@ -217,7 +227,7 @@ impl CommandCall {
             | Command::Attach
             | Command::Identify { .. }
             | Command::Orphan { .. }
-            | Command::EndSession { .. } => return None,
+            | Command::EndSession { .. } => return Err(Reason::BadRequest),
         })
     }
 }
@@ -361,7 +371,11 @@ calls! {
         };
         sent by CountersClient.add is made of Add |Add { delta, decrement, key }| {
             key: bytes(key),
-            delta: if decrement { delta.wrapping_neg() } else { delta },
+            delta: if decrement {
+                delta.checked_neg().expect("`CommandCall::new` refuses the smallest integer")
+            } else {
+                delta
+            },
         }
         is told |_, outcome| Some(CounterResponse { value: number(outcome)? });
         hears |answer| Outcome::Number(answer.value);
@@ -711,10 +725,14 @@ mod tests {
             check::<RenewRequest>(Renew { space, token, lease, key });
         }
         check::<ResignRequest>(Release { space: Space::Locks, token, resign: true, key });
-        for delta in [i64::MIN, -1, 0, i64::MAX] {
-            let decrement = delta == -1;
-            let delta = if decrement { 1 } else { delta };
-            check::<AddCounterRequest>(Add { delta, decrement, key });
+        for delta in [i64::MIN, -1, 0, 1, i64::MAX] {
+            // -1 is added as 1 is subtracted, and comes back as that.
+            if delta > 0 {
+                check::<AddCounterRequest>(Add { delta, decrement: true, key });
+            }
+            if delta != -1 {
+                check::<AddCounterRequest>(Add { delta, decrement: false, key });
+            }
             check::<SetCounterRequest>(CounterSet { value: delta, key });
         }
         for ttl in [None, lease] {
@@ -732,6 +750,29 @@ mod tests {
         }
         check::<BarrierWaitRequest>(BarrierWait { count: 2, wait, key });
         check::<PublishRequest>(Signal { channel: key, payload: value });
+    }
+
+    /// What a message can not say is refused, and a subtraction never becomes an addition of the same number.
+    #[test]
+    fn the_smallest_integer_is_not_subtracted() {
+        let call = |delta, decrement| CommandCall::new(&Add { delta, decrement, key: b"k" }.into());
+        assert_eq!(call(i64::MIN, true).err(), Some(Reason::Overflow));
+        for (delta, decrement, added) in [
+            (i64::MIN, false, i64::MIN),
+            (i64::MIN + 1, true, i64::MAX),
+            (i64::MAX, true, -i64::MAX),
+            (-5, true, 5),
+            (0, true, 0),
+        ] {
+            let message = call(delta, decrement);
+            let Ok(CommandCall::AddCounterRequest(message)) = message else {
+                panic!("{message:?}");
+            };
+            assert_eq!(message.delta, added);
+        }
+        let renew =
+            Renew { space: Space::Locks, token: Token::NONE, lease: Some(Span::ZERO), key: b"k" };
+        assert_eq!(CommandCall::new(&renew.into()).err(), Some(Reason::BadRequest));
     }
 
     #[test]

@@ -245,7 +245,10 @@ impl Talk {
                 self.told(op, told.map(|()| Outcome::Done));
             }
             Request::Command(command) => {
-                let call = CommandCall::new(&command).expect("others are not played");
+                let call = match CommandCall::new(&command) {
+                    Ok(call) => call,
+                    Err(reason) => return self.refused(op, reason),
+                };
                 let head = Head { session: &self.session.id, ..Head::default() };
                 let channel = self.session.link.channel.clone();
                 let told = call.make(channel, MetadataMap::default(), head).await;
@@ -419,7 +422,7 @@ impl Talk {
     fn told(&self, op: Op, told: Result<Outcome, Status>) {
         match told {
             Ok(outcome) => self.lines.answer_with(outcome_line(op, &outcome)),
-            Err(status) => self.refused(op, &status),
+            Err(status) => self.refused(op, info(&status).reason()),
         }
     }
 
@@ -427,8 +430,8 @@ impl Talk {
         clippy::wildcard_enum_match_arm,
         reason = "all that has no word of its own is an error"
     )]
-    fn refused(&self, op: Op, status: &Status) {
-        let code = match info(status).reason() {
+    fn refused(&self, op: Op, reason: Reason) {
+        let code = match reason {
             Reason::MaxLocks | Reason::MaxHolds => ErrorCode::MaxLocks,
             Reason::MaxWaiters | Reason::MaxWaits => ErrorCode::MaxWaiters,
             Reason::MaxKeys => ErrorCode::MaxKeys,
