@@ -63,7 +63,9 @@ impl Store {
 
         for (&id, session) in &self.sessions {
             self.verify_session(id, session, &mut totals)?;
+            ensure!(self.session_order.contains(&id), "{id:?} is not in order");
         }
+        ensure!(self.session_order.len() == self.sessions.len(), "sessions that are gone");
         ensure!(totals.owned_holds == totals.session_holds, "holds of no session");
         self.verify_clients()?;
         ensure!(totals.enqueued == totals.session_enqueued, "enqueued claims without a record");

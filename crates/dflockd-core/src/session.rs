@@ -574,13 +574,10 @@ impl Store {
         self.sessions.contains_key(&id)
     }
 
-    /// The sessions with ids in a range, in order. Looks at all there are.
+    /// The sessions with ids in a range, in order. Looks at no others.
     #[must_use]
     pub fn session_ids(&self, range: core::ops::RangeInclusive<SessionId>) -> Vec<SessionId> {
-        let mut ids: Vec<_> =
-            self.sessions.keys().copied().filter(|id| range.contains(id)).collect();
-        ids.sort_unstable();
-        ids
+        self.session_order.range(range).copied().collect()
     }
 
     /// The sessions that hold or wait for something, in no order.
@@ -683,6 +680,7 @@ impl Store {
             orphans.push(slot);
         }
         self.sessions.remove(&id);
+        self.session_order.remove(&id);
         if self.clients.get(&id).is_some_and(|client| client.orphans == 0) {
             self.clients.remove(&id);
         }

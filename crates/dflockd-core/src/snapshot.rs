@@ -402,6 +402,7 @@ impl Store {
         self.tally.results_changed((0, 0), session.results_kept());
         session.subscriptions = data.subscriptions;
         self.sessions.insert(id, Box::new(session));
+        self.session_order.insert(id);
     }
 
     fn restore_locks(&mut self, count: usize, mut bytes: &[u8]) -> Result<(), SnapshotError> {

@@ -50,6 +50,9 @@ pub struct Store {
     pub(crate) usages: Option<Usages>,
     /// Each in a box of its own: a table with room to grow should not hold them by value.
     pub(crate) sessions: HashMap<SessionId, Box<Session>, FixedState>,
+    /// The keys of `sessions`, for those who ask for a range of them: the end of one node of a cluster must not look at
+    /// the sessions of the others.
+    pub(crate) session_order: BTreeSet<SessionId>,
     /// Who is behind the sessions that have said it, and behind orphans.
     pub(crate) clients: HashMap<SessionId, Client, FixedState>,
     pub(crate) referenced: Referenced,
@@ -124,6 +127,7 @@ impl Store {
             idle_values: IdleValues::default(),
             usages: None,
             sessions: HashMap::with_hasher(FixedState::with_seed(seed)),
+            session_order: BTreeSet::new(),
             clients: HashMap::with_hasher(FixedState::with_seed(seed)),
             referenced: Referenced::default(),
             subscriptions: Subscriptions::new(),
@@ -560,8 +564,9 @@ impl Store {
     }
 
     pub(crate) fn session(&mut self, id: SessionId) -> &mut Session {
-        let usages = &self.usages;
+        let (usages, order) = (&self.usages, &mut self.session_order);
         self.sessions.entry(id).or_insert_with(|| {
+            order.insert(id);
             let usage = usages.as_ref().and_then(|usages| usages(id));
             Box::new(Session::new(usage))
         })

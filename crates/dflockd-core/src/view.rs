@@ -3,7 +3,7 @@
 
 use alloc::collections::{BTreeSet, BinaryHeap};
 use alloc::vec::Vec;
-use core::ops::Range;
+use core::ops::{Bound, Range};
 
 use dflockd_api::{Bytes, Fence, Revision, SessionId, Space, Span, Timestamp};
 use serde::{Deserialize, Serialize};
@@ -406,18 +406,8 @@ impl Store {
     /// The first sessions after `after`, in order, `limit` at most.
     #[must_use]
     pub fn sessions(&self, after: SessionId, limit: usize) -> Vec<SessionId> {
-        let mut ids = BTreeSet::new();
-        for &id in self.sessions.keys() {
-            let full = ids.len() >= limit;
-            if id <= after || full && ids.last().is_some_and(|last| id > *last) {
-                continue;
-            }
-            ids.insert(id);
-            if ids.len() > limit {
-                ids.pop_last();
-            }
-        }
-        ids.into_iter().collect()
+        let behind = (Bound::Excluded(after), Bound::Unbounded);
+        self.session_order.range(behind).take(limit).copied().collect()
     }
 
     /// What a session has here.

@@ -59,6 +59,8 @@ pub struct Machine {
     shared: Arc<Shared>,
     /// Mirrors `registry.kept`.
     by_secret: BTreeMap<Bits128, SessionId>,
+    /// Mirrors the homes in `registry.kept`: the end of one incarnation must not look at the sessions of the others.
+    at_home: BTreeSet<(Incarnation, SessionId)>,
     /// A witness follows membership and time, but keeps no state.
     witness: bool,
     effects: Vec<Effect>,
@@ -182,6 +184,8 @@ impl Machine {
 
     fn with(registry: Registry, store: Option<Store>, shared: Arc<Shared>, witness: bool) -> Self {
         let kept = registry.kept.iter();
+        let at_home =
+            kept.clone().filter_map(|(&session, kept)| Some((kept.home?, session))).collect();
         let mut by_secret: BTreeMap<_, _> =
             kept.map(|(&session, kept)| (kept.secret, session)).collect();
         if bug(Bug::SecretsForgotten) {
@@ -198,6 +202,7 @@ impl Machine {
             store,
             shared,
             by_secret,
+            at_home,
             witness,
             effects,
             oldest,
@@ -460,6 +465,7 @@ impl Machine {
         registry.kept.clear();
         registry.dead.clear();
         self.by_secret.clear();
+        self.at_home.clear();
         self.registry_v2 =
             RegistryV2 { version: self.registry_v2.version, ..RegistryV2::default() };
         if let Some(store) = &mut self.store {
@@ -656,8 +662,10 @@ impl Machine {
             }
             ProposalBody::Keep { secret } => {
                 let kept = Kept { secret, epoch: 0, home: Some(run), left: false };
+                // Its own session has no other home, so nothing else is at home now.
                 self.registry.kept.insert(session, kept);
                 self.by_secret.insert(secret, session);
+                self.at_home.insert((run, session));
                 // The store must know of it, or nobody would ever end it.
                 self.run_store(caller, Command::Attach, events);
                 reply(caller, Outcome::Done, events);
@@ -732,17 +740,17 @@ impl Machine {
         if let Some(state) = self.registry.incarnations.get_mut(&run.raft_id()) {
             state.live = false;
         }
-        let kept = self.registry.kept.iter_mut().filter(|(_, kept)| kept.home == Some(run));
-        let mut detached = Vec::new();
-        for (&session, kept) in kept {
-            kept.home = None;
-            detached.push(session);
+        let detached = self.at_home.range((run, SessionId(0))..=(run, SessionId(u64::MAX)));
+        let detached: Vec<_> = detached.map(|&(_, session)| session).collect();
+        for &session in &detached {
+            self.set_home(session, None);
         }
         for session in detached {
             self.detach(session, events);
         }
         let ids = run.session(0)..=run.session(u32::MAX);
-        let sessions = self.store.as_ref().map(|store| store.session_ids(ids)).unwrap_or_default();
+        let store = self.store.as_ref();
+        let sessions = store.map(|store| store.session_ids(ids.clone())).unwrap_or_default();
         for session in sessions {
             if !self.registry.kept.contains_key(&session) {
                 let release = bug(Bug::LostNodeReleases);
@@ -753,8 +761,20 @@ impl Machine {
                 self.run_store(of(session), command, events);
             }
         }
-        self.registry.dead.retain(|&session| Incarnation::of(session) != run);
+        let dead: Vec<_> = self.registry.dead.range(ids).copied().collect();
+        for session in dead {
+            self.registry.dead.remove(&session);
+        }
         events.push(Event::IncarnationEnded(run));
+    }
+
+    /// A kept session is attached through an incarnation, or detached.
+    fn set_home(&mut self, session: SessionId, home: Option<Incarnation>) {
+        let Some(kept) = self.registry.kept.get_mut(&session) else { return };
+        if let Some(left) = std::mem::replace(&mut kept.home, home) {
+            self.at_home.remove(&(left, session));
+        }
+        self.at_home.extend(home.map(|run| (run, session)));
     }
 
     fn attach(
@@ -767,9 +787,9 @@ impl Machine {
         let Caller { session: by, request, .. } = caller;
         let target = self.by_secret.get(&secret).copied();
         let to = target.and_then(|session| {
+            self.set_home(session, Some(run));
             let kept = self.registry.kept.get_mut(&session)?;
             kept.epoch += 1;
-            kept.home = Some(run);
             Some((session, kept.epoch))
         });
         if let Some((session, _)) = to {
@@ -789,12 +809,12 @@ impl Machine {
         events: &mut Vec<Event>,
     ) {
         let waits = self.waits_for_client(session).filter(|_| referenced);
-        if let Some(kept) = self.registry.kept.get_mut(&session) {
+        if self.registry.kept.contains_key(&session) {
             if let Some(ttl) = waits {
                 self.run_store(of(session), Command::Orphan { ttl, cut: false }, events);
                 return self.forget_kept(session);
             }
-            kept.home = None;
+            self.set_home(session, None);
             self.detach(session, events);
             return;
         }
@@ -862,6 +882,9 @@ impl Machine {
     fn forget_kept(&mut self, session: SessionId) {
         let Some(kept) = self.registry.kept.remove(&session) else { return };
         self.by_secret.remove(&kept.secret);
+        if let Some(run) = kept.home {
+            self.at_home.remove(&(run, session));
+        }
         let first_home = Incarnation::of(session);
         if !kept.left && self.run_of(first_home.raft_id()) == Some(first_home) {
             self.registry.dead.insert(session);
@@ -1645,6 +1668,96 @@ mod tests {
         assert_eq!((machine.home(lost), machine.home(other)), (None, Some(runs[1])));
         let epochs = (machine.detached_epoch(lost), machine.detached_epoch(other));
         assert_eq!(epochs, (Some(0), None));
+    }
+
+    /// The end of a run ends what a walk over all sessions would find to be the run's, and looks at no others: the
+    /// indexes have a row for each session of the run, and the rows of the other runs stay as they are.
+    #[test]
+    fn the_end_of_a_run_looks_at_its_own_sessions() {
+        let (mut machine, _) = two_runs(4, Span::ZERO);
+        let third = Member { node: "c".into(), ..machine.members()[&1].clone() };
+        let third = Member { disk: None, ..third };
+        machine.apply_change(MemberChange::Add { raft_id: 3, member: third }, &mut Vec::new());
+        start(&mut machine, 6, 3, 1, 4);
+        let runs = [1, 2, 3].map(|raft_id| Incarnation::new(raft_id, 1));
+        let mut seqs = [1; 3];
+        let mut stamp = 10;
+        let mut send = |machine: &mut Machine, at: usize, n, body: ProposalBody<'_>| {
+            seqs[at] += 1;
+            stamp += 1;
+            apply(machine, stamp, |payload| put_one(payload, runs[at], seqs[at], n, body.clone()));
+        };
+        let secret = |at: usize, n: u8| [u8::try_from(at).expect("small") * 16 + n; 16];
+        for (at, run) in runs.into_iter().enumerate() {
+            // Two that are kept, two that are not, and one that was ended while it had a connection.
+            for n in 1..=2 {
+                send(&mut machine, at, n.into(), ProposalBody::Keep { secret: secret(at, n) });
+            }
+            for n in 3..=5 {
+                let key = [u8::try_from(at).expect("small"), n];
+                send(&mut machine, at, n.into(), acquire(&key, Span::ZERO));
+            }
+            let ended = run.session(5);
+            send(&mut machine, at, 6, ProposalBody::Kick { session: ended });
+        }
+        // One that began at the first node has moved to the second, and one has closed there.
+        send(&mut machine, 1, 7, ProposalBody::Attach { secret: secret(0, 1) });
+        let close = ProposalBody::Close { orderly: false, referenced: false };
+        send(&mut machine, 1, 2, close);
+
+        let at_home = |machine: &Machine, run| -> Vec<_> {
+            let mut found = Vec::new();
+            for (&session, kept) in &machine.registry.kept {
+                found.extend((kept.home == Some(run)).then_some(session));
+            }
+            let range = (run, SessionId(0))..=(run, SessionId(u64::MAX));
+            assert!(machine.at_home.range(range).map(|row| &row.1).eq(&found), "{run:?}");
+            found
+        };
+        let numbered = |machine: &Machine, run: Incarnation| {
+            let store = machine.store().expect("it has begun");
+            let all = store.session_ids(SessionId(0)..=SessionId(u64::MAX));
+            let mut own = all.clone();
+            own.retain(|&session| Incarnation::of(session) == run);
+            assert_eq!(store.session_ids(run.session(0)..=run.session(u32::MAX)), own);
+            own
+        };
+        let of =
+            |at: usize, ns: &[u32]| -> Vec<_> { ns.iter().map(|&n| runs[at].session(n)).collect() };
+        let moved = runs[0].session(1);
+        assert_eq!(at_home(&machine, runs[0]), of(0, &[2]));
+        assert_eq!(at_home(&machine, runs[1]), [moved, runs[1].session(1)]);
+        assert_eq!(at_home(&machine, runs[2]), of(2, &[1, 2]));
+        assert_eq!(
+            machine.registry.dead,
+            [of(0, &[5]), of(1, &[5]), of(2, &[5])].concat().into_iter().collect()
+        );
+        let mut restored = again(&machine);
+
+        for machine in [&mut machine, &mut restored] {
+            let events = order(machine, 100, &LeaderCommand::NodeLost { run: runs[1] });
+            assert_eq!(events.last(), Some(&Event::IncarnationEnded(runs[1])));
+            let detached: Vec<_> = machine
+                .registry
+                .kept
+                .keys()
+                .copied()
+                .filter(|&id| machine.home(id).is_none())
+                .collect();
+            assert_eq!(detached, [moved, runs[1].session(1), runs[1].session(2)]);
+            assert_eq!(
+                (at_home(machine, runs[0]), at_home(machine, runs[1])),
+                (of(0, &[2]), vec![])
+            );
+            assert_eq!(at_home(machine, runs[2]), of(2, &[1, 2]));
+            // What is kept stays in the store, and so do the sessions of the others.
+            assert_eq!(numbered(machine, runs[0]), of(0, &[1, 2, 3, 4]));
+            assert_eq!(numbered(machine, runs[1]), of(1, &[1, 2]));
+            assert_eq!(numbered(machine, runs[2]), of(2, &[1, 2, 3, 4]));
+            let dead: Vec<_> = machine.registry.dead.iter().copied().collect();
+            assert_eq!(dead, [runs[0].session(5), runs[2].session(5)]);
+        }
+        assert_eq!(machine.snapshot(), restored.snapshot());
     }
 
     /// GUARANTEES 48: kept sessions have a bound; one that is kept already may say so again.
