@@ -4,22 +4,25 @@
 //!
 //! In replicated mode a [`Timestamp`] is *cluster time*, and only a leader makes it. A [`Leadership`] is a term, the
 //! cluster time at which it began, and the local monotonic time at that instant; a stamp is the first plus what has
-//! passed since the second. A leadership begins at the highest time that the leader knows: of its log, of its state, or
-//! told by the last leader before it, whose frames carry it. So time never runs back in the log and never runs ahead of
-//! real time, but for the rate of a clock. Time without a leader does not pass.
+//! passed since the second. A leadership begins at the time of the last leader before it, as far as the new leader
+//! knows it: the latest of the stamps in its log, the time of its state, and what the leader of the newest term that it
+//! has heard of told, whose frames carry its time. So time never runs back in the log and never runs ahead of real
+//! time, but for the rate of a clock. Time without a leader does not pass.
 //!
-//! What a leader of an older term told does not count. While nothing is due its time is in no log, so a majority that
-//! has restarted elects one that counts from less. If a later leader went on from the first time again, the leases of
-//! the second would end early by the difference, which can be hours.
+//! What a leader of an older term told does not count, however late it is. While nothing is due its time is in no log,
+//! so a majority that has restarted elects one that counts from less. If a later leader went on from the first time
+//! again, the leases of the second would end early by the difference, which can be hours.
 //!
 //! - The first entry of a leadership is `NewTerm`; batches of clients wait until it is applied. It sets `grace_until =
 //!   max(grace_until, stamp + grace)`: a lease is extended by one grace at most since its last renewal, however many
 //!   elections there are (`deadline.rs` of the core).
 //! - [`LeaderCommand::Tick`] is proposed when the store's next deadline has come, and every 5 s while there is any
-//!   deadline, so that a restart of all members sets time back by no more than that.
+//!   deadline, so that a restart of all members sets time back by no more than that. While there is none, a restart
+//!   sets time back to the last entry, and nobody has a lease that would notice.
 //! - A leader that hears of no majority for an election timeout steps down (CheckQuorum). One whose loop stood still
 //!   for longer than that steps down before it stamps anything. One whose disk write takes over a second, or whose disk
-//!   is full, hands leadership over.
+//!   has become full, hands leadership over. One whose disk was full before it led goes on for 30 s first (`lead.rs`):
+//!   the member that it would hand over to may have no room either.
 //! - The wall clock decides one thing: the first fence of a new cluster.
 //!
 //! [`Leading`] knows neither consensus nor state: terms, indexes and what is applied are arguments.

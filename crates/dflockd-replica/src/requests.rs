@@ -107,7 +107,8 @@ impl Requests {
         self.due.clear();
     }
 
-    /// Those whose items are in the state.
+    /// Those whose items are in the state. Walks all that wait, because no order of theirs is that of the items: asked
+    /// once per snapshot that another member sent and that was installed, which costs more.
     pub(super) fn applied(&self, seq: u64) -> Vec<RequestKey> {
         let applied = self.pending.iter().filter(|(_, pending)| pending.seq <= seq);
         applied.map(|(&key, _)| key).collect()
