@@ -13,7 +13,7 @@
 //! | Thread | Does |
 //! | --- | --- |
 //! | a worker of the server | under load: drives the replica with what all connections sent, and writes the answers |
-//! | `replica` | drives the replica when time passes (a tick each 10 ms) or something takes long |
+//! | `replica` | drives the replica when time passes (it sleeps 100 ms at most) or something takes long |
 //! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica; writes few answers |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |
 //! | `sweep` | exists while files that are not needed any more are removed |
@@ -36,7 +36,7 @@
 //! | write or sync of the log fails | `Fatal`: log line, connections closed, exit status 1; nothing is tried again |
 //! | a thread of the replica panics, an entry can not be read, digests differ | as above |
 //! | the node was removed, or its data directory is an old copy | as above, with a message that says so |
-//! | disk full | the leader hands over; what makes the state grow is refused with `error`; the rest goes on |
+//! | disk full | the leader hands over (after 30 s if full before it led); what makes the state grow is refused |
 //! | a snapshot finds no room | skipped with a warning, and the log grows |
 //! | no descriptor for a file | the thread `log` tries again; a snapshot waits a minute, then is skipped |
 //! | the inputs of a busy replica are full | clients are refused with `error`, frames of peers are lost |

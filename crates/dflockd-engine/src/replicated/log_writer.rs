@@ -33,7 +33,7 @@ pub(super) const DESCRIPTOR_PAUSE_MAX: Duration = Duration::from_millis(500);
 const WAIT_SHORT_MAX: Duration = Duration::from_micros(300);
 /// After so many short waits in a row the log thread spins before it sleeps.
 const SHORT_WAITS_BEFORE_SPIN: u32 = 8;
-/// How long the log thread spins for jobs; if none comes, it sleeps and counts short waits anew.
+/// How long the log thread spins for jobs; if none comes, it sleeps.
 const SPIN_MAX: Duration = Duration::from_micros(150);
 /// If it takes longer than this until the log thread has its core again, others want it, and it does not spin.
 const YIELD_MAX: Duration = Duration::from_micros(60);
@@ -50,6 +50,31 @@ pub(super) enum LogJob {
     Note(Vec<u8>, Vec<u8>),
     /// Obsolete files were removed: there may be room again.
     Swept,
+}
+
+/// How long the log thread waited for jobs lately, which decides whether it spins before it sleeps.
+#[derive(Default)]
+struct Waits {
+    /// So many waits in a row were short.
+    short: u32,
+}
+
+impl Waits {
+    /// A wait has ended, of which a spin is a part: one that found nothing is forgiven if jobs came soon after it.
+    fn ended(&mut self, took: Duration) {
+        self.short = if took < WAIT_SHORT_MAX { self.short.saturating_add(1) } else { 0 };
+    }
+
+    /// Whether the next wait begins with a spin. Under load there is work when the sync ends, and the core is better
+    /// used by others.
+    fn want_spin(&self, is_light: bool) -> bool {
+        self.short >= SHORT_WAITS_BEFORE_SPIN && is_light
+    }
+}
+
+/// Whether a spin ends without jobs: it has lasted long, or it took long until the thread had its core again.
+fn spin_is_over(lasted: Duration, away: Duration) -> bool {
+    lasted >= SPIN_MAX || away > YIELD_MAX
 }
 
 impl LogJob {
@@ -98,7 +123,7 @@ impl LogWriter {
             }
             std::thread::yield_now();
             let now = Instant::now();
-            if now - looked_at > YIELD_MAX || now - begun >= SPIN_MAX {
+            if spin_is_over(now - begun, now - looked_at) {
                 return;
             }
             looked_at = now;
@@ -164,17 +189,14 @@ impl<D: Disk> LogThread<D> {
     pub(super) fn run(&mut self) -> io::Result<()> {
         let front = Arc::clone(&self.front);
         let writer = &front.log_writer;
-        let (mut pause, mut short_waits) = (DESCRIPTOR_PAUSE_MIN, 0u32);
+        let (mut pause, mut waits) = (DESCRIPTOR_PAUSE_MIN, Waits::default());
         while !front.is_over() {
             let begun = Instant::now();
-            // Under load there is work when the sync ends, and the core is better used by others.
-            let spins = short_waits >= SHORT_WAITS_BEFORE_SPIN && front.is_light();
-            if spins {
+            if waits.want_spin(front.is_light()) {
                 writer.spin();
             }
             let jobs = writer.wait(|| front.is_over());
-            let was_short = begun.elapsed() < WAIT_SHORT_MAX;
-            short_waits = if was_short { short_waits.saturating_add(1) } else { 0 };
+            waits.ended(begun.elapsed());
             let pass = self.write(jobs)?;
             if pass.wants_sync {
                 let began = front.clock().now();
@@ -397,6 +419,35 @@ mod tests {
         written.room = Room::Low;
         assert_eq!(written.room_change(), Some(Room::Plenty));
         assert_eq!(written.room_change(), None);
+    }
+
+    #[test]
+    fn the_log_thread_spins_while_waits_are_short() {
+        let mut waits = Waits::default();
+        let short = WAIT_SHORT_MAX - Duration::from_micros(1);
+        for _ in 0..SHORT_WAITS_BEFORE_SPIN {
+            assert!(!waits.want_spin(true));
+            waits.ended(short);
+        }
+        assert!(waits.want_spin(true) && !waits.want_spin(false), "under load it sleeps");
+        // A spin has found nothing, but jobs came soon after it.
+        waits.ended(SPIN_MAX + Duration::from_micros(100));
+        assert!(waits.want_spin(true));
+        waits.ended(WAIT_SHORT_MAX);
+        assert!(!waits.want_spin(true), "one long wait, and it counts anew");
+        for _ in 1..SHORT_WAITS_BEFORE_SPIN {
+            waits.ended(Duration::ZERO);
+        }
+        assert!(!waits.want_spin(true));
+        waits.ended(Duration::ZERO);
+        assert!(waits.want_spin(true));
+    }
+
+    #[test]
+    fn a_spin_ends_when_it_is_long_or_others_want_the_core() {
+        let us = Duration::from_micros;
+        assert!(!spin_is_over(us(149), us(60)) && spin_is_over(us(150), us(0)));
+        assert!(spin_is_over(us(61), us(61)));
     }
 
     /// GUARANTEES 39: what counts only when it is durable asks for a sync, whatever else is written with it.
