@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use dflockd_testkit::line::ANSWER;
 use dflockd_testkit::{
-    Client, Cluster, Heard, LIMIT, Node, Noise, Turn, eventually, fence, millis,
+    Client, Cluster, Heard, LIMIT, Node, Noise, Turn, eventually, fence, granted, millis,
 };
 
 use serde_json::json;
@@ -41,7 +41,7 @@ fn ten_leaders_are_killed_one_after_the_other() {
         assert_eq!(second.hear(millis(1)), Heard::Nothing, "round {round}: granted twice");
         client.check("n", "held", &format!("{token} 30"), "ok 30");
         client.check("r", "held", &token, "ok");
-        let next = dflockd_testkit::granted(&second.line());
+        let next = granted(&second.line());
         assert!(fence(&next) > fence_before, "round {round}");
         fence_before = fence(&next);
         second.check("r", "held", &next, "ok");
@@ -109,7 +109,7 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
     let held = client.lock("held", "0 60");
     let gone = client.lock("gone", "0 60");
     client.check("r", "gone", &gone, "ok");
-    let semaphore = dflockd_testkit::granted(&client.ask("sl", "sema", "0 2 60"));
+    let semaphore = granted(&client.ask("sl", "sema", "0 2 60"));
     client.check("kset", "value", "v", "ok");
     client.check("rpush", "list", "one", "ok 1");
     client.check("rpush", "list", "two", "ok 2");
@@ -144,6 +144,52 @@ fn all_are_killed_at_once_and_everything_is_there_again() {
     again.check("hello", "me", &format!("attach={secret}"), &format!("ok attach={secret}"));
     again.check("r", "own", &own, "ok");
     cluster.wait_until_equal();
+}
+
+/// GUARANTEES 35, 49: a node that has just started does not know yet what its clients hold, and must not take that for
+/// an answer. The first requests that it gets are releases: by a client whose connection is new, and by a kept session.
+fn what_is_held_is_released_through_a_node_that_just_restarted(cluster: &mut Cluster, at: usize) {
+    for round in 0..10 {
+        let mut plain = cluster.connect(at);
+        let held = plain.lock("held", "0 60");
+        let mut keeper = cluster.connect(at);
+        let attach = format!("attach={}", keeper.keep("keeper"));
+        let (own, semaphore) = (keeper.lock("own", "0 60"), keeper.ask("sl", "sema", "0 2 60"));
+        let semaphore = granted(&semaphore);
+        cluster.nodes[at].kill();
+        cluster.nodes[at].start();
+
+        let (mut plain, mut keeper) = (cluster.connect(at), cluster.connect(at));
+        plain.begin("r", "held", &held);
+        keeper.begin("hello", "keeper", &attach);
+        keeper.begin("r", "own", &own);
+        keeper.begin("sr", "sema", &semaphore);
+        let answer = plain.line();
+        assert_eq!(answer, "ok", "round {round}: a plain hold");
+        keeper.expect(&format!("ok {attach}"));
+        for what in ["own", "sema"] {
+            assert_eq!(keeper.line(), "ok", "round {round}: {what} of a kept session");
+        }
+        // Nothing is held any more.
+        for key in ["held", "own"] {
+            keeper.lock_and_release(key, "0 60");
+        }
+    }
+}
+
+#[test]
+fn what_is_held_is_released_through_a_durable_node_that_just_restarted() {
+    let mut cluster = Cluster::start(1, &[]);
+    what_is_held_is_released_through_a_node_that_just_restarted(&mut cluster, 0);
+}
+
+#[test]
+fn what_is_held_is_released_through_a_member_that_just_restarted() {
+    let mut cluster = Cluster::start(3, &[]);
+    let follower = cluster.follower();
+    what_is_held_is_released_through_a_node_that_just_restarted(&mut cluster, follower);
+    let leader = cluster.leader();
+    what_is_held_is_released_through_a_node_that_just_restarted(&mut cluster, leader);
 }
 
 #[test]
