@@ -214,11 +214,8 @@ impl<D: Disk> LogThread<D> {
         self.written.log.sync()
     }
 
-    /// Writes what there is to write; without anything, looks whether a full disk has room again.
+    /// Writes what there is to write.
     pub(super) fn write(&mut self, jobs: VecDeque<LogJob>) -> io::Result<Pass> {
-        if jobs.is_empty() {
-            self.written.retry_room()?;
-        }
         let pass = self.written.perform(jobs)?;
         if bug(Bug::ReportedUnsynced) {
             self.front.written(pass.number, None);
@@ -282,8 +279,12 @@ impl<D: Disk> WrittenLog<D> {
         Self { log, room: Room::Plenty, gone: None, is_sweeping: false, is_lacking: false }
     }
 
-    /// Does jobs in order, up to the first that finds no file descriptor.
+    /// Does jobs in order, up to the first that finds no file descriptor; without any, looks whether a full disk has
+    /// room again.
     fn perform(&mut self, mut jobs: VecDeque<LogJob>) -> io::Result<Pass> {
+        if jobs.is_empty() {
+            self.retry_room()?;
+        }
         let mut pass = Pass::default();
         while let Some(mut job) = jobs.pop_front() {
             match self.perform_one(&mut job) {
@@ -392,11 +393,70 @@ pub(super) fn is_passing(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use dflockd_replica::disk::RealDisk;
     use dflockd_replica::log::LogOptions;
     use dflockd_testkit::Dir;
 
     use super::*;
+
+    /// A real directory on a disk that can be full: files do not grow then, and none comes.
+    struct SmallDisk {
+        disk: RealDisk,
+        full: Arc<AtomicBool>,
+    }
+
+    impl SmallDisk {
+        fn check_room(&self) -> io::Result<()> {
+            match self.full.load(Ordering::Relaxed) {
+                true => Err(io::ErrorKind::StorageFull.into()),
+                false => Ok(()),
+            }
+        }
+    }
+
+    impl Disk for SmallDisk {
+        fn list(&self) -> io::Result<Vec<String>> {
+            self.disk.list()
+        }
+
+        fn len(&self, name: &str) -> io::Result<u64> {
+            self.disk.len(name)
+        }
+
+        fn read(&self, name: &str, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+            self.disk.read(name, offset, buffer)
+        }
+
+        fn create(&mut self, name: &str, len: u64) -> io::Result<()> {
+            self.check_room()?;
+            self.disk.create(name, len)
+        }
+
+        fn write(&mut self, name: &str, offset: u64, bytes: &[u8]) -> io::Result<()> {
+            if offset + bytes.len() as u64 > self.len(name)? {
+                self.check_room()?;
+            }
+            self.disk.write(name, offset, bytes)
+        }
+
+        fn sync(&mut self, name: &str) -> io::Result<()> {
+            self.disk.sync(name)
+        }
+
+        fn rename(&mut self, from: &str, to: &str) -> io::Result<()> {
+            self.disk.rename(from, to)
+        }
+
+        fn remove(&mut self, name: &str) -> io::Result<()> {
+            self.disk.remove(name)
+        }
+
+        fn sync_dir(&mut self) -> io::Result<()> {
+            self.disk.sync_dir()
+        }
+    }
 
     fn note(value: u8) -> LogJob {
         LogJob::Note(b"key".to_vec(), vec![value])
@@ -419,6 +479,40 @@ mod tests {
         written.room = Room::Low;
         assert_eq!(written.room_change(), Some(Room::Plenty));
         assert_eq!(written.room_change(), None);
+    }
+
+    /// GUARANTEES 40: the log thread notices that the disk is full while the last segment takes writes, and looks again
+    /// when it has nothing to do. Nobody has removed anything of the log's meanwhile.
+    #[test]
+    fn a_full_disk_is_noticed_and_looked_at_again() {
+        let dir = Dir::new();
+        let full = Arc::new(AtomicBool::new(false));
+        let disk = RealDisk::open(&dir.path("data")).unwrap();
+        let disk = SmallDisk { disk, full: Arc::clone(&full) };
+        let options = LogOptions { segment_bytes: 16 << 10 };
+        let mut written = WrittenLog::new(LogStore::open(disk, options).unwrap().0);
+        // A pass as the log thread makes it.
+        let mut pass = |jobs: VecDeque<LogJob>| {
+            written.perform(jobs).unwrap();
+            written.log.sync().unwrap();
+            written.room_change()
+        };
+        let large = || LogJob::Note(b"key".to_vec(), vec![7; 1000]);
+        for _ in 0..100 {
+            assert_eq!(pass([large()].into()), None, "there is room");
+        }
+        full.store(true, Ordering::Relaxed);
+        let low = (0..100).find_map(|_| pass([large()].into()));
+        assert_eq!(low, Some(Room::Low), "told before a write fails");
+        assert_eq!(pass([large()].into()), None, "told once, and the segment takes more");
+        assert_eq!(pass(VecDeque::new()), None, "it is still full");
+        full.store(false, Ordering::Relaxed);
+        assert_eq!(pass([large()].into()), None, "nobody has looked");
+        assert_eq!(pass(VecDeque::new()), Some(Room::Plenty));
+        assert_eq!(pass(VecDeque::new()), None);
+        for _ in 0..100 {
+            assert_eq!(pass([large()].into()), None, "the log goes on");
+        }
     }
 
     #[test]
