@@ -5,6 +5,11 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use dflockd_sim::plan::{Plan, Switches};
 use dflockd_sim::runner;
+use mimalloc::MiMalloc;
+
+// A seed makes and drops millions of small objects.
+#[global_allocator]
+static ALLOCATOR: MiMalloc = MiMalloc;
 
 #[derive(Parser)]
 struct Arguments {

@@ -12,12 +12,12 @@
 //!
 //! | Thread | Does |
 //! | --- | --- |
-//! | a worker of the server | under load: drives the replica with what all connections sent, and writes the answers |
+//! | a worker of the server | drives the replica before it sleeps, with what all connections sent; writes most answers |
 //! | `replica` | drives the replica when time passes (it sleeps 100 ms at most) or something takes long |
 //! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica; writes few answers |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |
 //! | `sweep` | exists while files that are not needed any more are removed |
-//! | the runtime's | the peer port; under a light load also the replica, right after a frame of a peer |
+//! | the runtime's | the peer port, HTTP and gRPC; under a light load they drive the replica for a frame or a request |
 //!
 //! A snapshot is made from the previous one and the log since then, on a second `Machine`: the replica pays for a list
 //! of entries only, at the price of memory for a second state meanwhile. One is made each `--snapshot-entries` entries,
@@ -39,7 +39,7 @@
 //! | disk full | the leader hands over (after 30 s if full before it led); what makes the state grow is refused |
 //! | a snapshot finds no room | skipped with a warning, and the log grows |
 //! | no descriptor for a file | the thread `log` tries again; a snapshot waits a minute, then is skipped |
-//! | the inputs of a busy replica are full | clients are refused with `error`, frames of peers are lost |
+//! | the inputs of a busy replica are full | requests are `Unavailable`, repeatable ones `Forgotten`; frames are lost |
 //! | the leader's process dies | its port refuses, and the followers stand for election at once, 100 ms apart |
 //! | the leader falls silent | the followers stand for election by turns, from `--election-timeout-ms` to twice that |
 //! | a frame is lost | sent again: by Raft, after 500 ms by the accepting node, a piece of a snapshot after 1 s |

@@ -407,7 +407,8 @@ impl Replicated {
         }
         let answered = !matches!(command, Command::Acknowledge(_) | Command::Cancel(_));
         let wait = answered.then(|| command.wait());
-        if !self.put(by, request, keep, ProposalBody::Command(command), wait) {
+        let body = ProposalBody::Command(command);
+        if !self.put(by, request, keep, body, wait, by.session.may_drive()) {
             return self.too_much(keep);
         }
         if answered {
@@ -432,8 +433,8 @@ impl Replicated {
         };
         let name = &name.as_bytes()[..name.len().min(CLIENT_BYTES_MAX)];
         let reference = reference.as_deref().unwrap_or_default().as_bytes();
-        let is_put =
-            self.put(by, RequestId(0), false, ProposalBody::Identify { name, reference }, None);
+        let body = ProposalBody::Identify { name, reference };
+        let is_put = self.put(by, RequestId(0), false, body, None, false);
         if !is_put {
             session.set_identified(false);
         }
@@ -453,7 +454,7 @@ impl Replicated {
         if matches!(body, ProposalBody::Keep { .. }) && !self.identify(by) {
             return self.too_much(false);
         }
-        if !self.put(by, request, false, body, Some(Span::ZERO)) {
+        if !self.put(by, request, false, body, Some(Span::ZERO), by.session.may_drive()) {
             return self.too_much(false);
         }
         Submitted::Later(crate::memory::Place::ANY)
@@ -488,19 +489,13 @@ impl Replicated {
 
     pub(crate) fn cancel(&self, by: &Attachment, request: RequestId) {
         let body = ProposalBody::Command(Command::Cancel(command::Cancel { request }));
-        self.put(by, RequestId(0), false, body, None);
+        self.put(by, RequestId(0), false, body, None, false);
     }
 
     pub(crate) fn undo(&self, outcome: &Outcome) {
         if outcome.gives() {
-            self.put_item(
-                SessionId(0),
-                0,
-                RequestId(0),
-                false,
-                ProposalBody::Undo(outcome.clone()),
-                None,
-            );
+            let body = ProposalBody::Undo(outcome.clone());
+            self.put_item(SessionId(0), 0, RequestId(0), false, body, None, false);
         }
     }
 
@@ -509,7 +504,10 @@ impl Replicated {
             return refused;
         }
         let (session, query) = (by.id(), query.into());
-        if !self.enqueue(Input::Read { session, request, query }) {
+        let read = Input::Read { session, request, query };
+        let is_put =
+            if by.session.may_drive() { self.enqueue_and_drive(read) } else { self.enqueue(read) };
+        if !is_put {
             return self.too_much(false);
         }
         Submitted::Later(crate::memory::Place::ANY)
@@ -529,7 +527,7 @@ impl Replicated {
                 self.identify(by);
             }
             let body = ProposalBody::Close { orderly, referenced };
-            self.put(by, RequestId(0), false, body, None);
+            self.put(by, RequestId(0), false, body, None, false);
         }
         if by.is_current() {
             by.session.state.lock().mailbox = None;
@@ -633,7 +631,8 @@ impl Replicated {
         }
     }
 
-    /// False: there is too much to do already, and nothing will come of it.
+    /// False: there is too much to do already, and nothing will come of it. `may_drive`: the calling thread may drive
+    /// the replica for it.
     fn put(
         &self,
         by: &Attachment,
@@ -641,9 +640,10 @@ impl Replicated {
         keep: bool,
         body: ProposalBody<'_>,
         wait: Option<Span>,
+        may_drive: bool,
     ) -> bool {
         let epoch = u32::try_from(by.epoch()).unwrap_or(u32::MAX);
-        let is_put = self.put_item(by.id(), epoch, request, keep, body, wait);
+        let is_put = self.put_item(by.id(), epoch, request, keep, body, wait, may_drive);
         if is_put {
             // A session that nobody but this node has heard of needs no end in the log.
             by.session.touch(0);
@@ -651,6 +651,8 @@ impl Replicated {
         is_put
     }
 
+    /// As [`Replicated::put`], for a session by its id. `may_drive`: the calling thread may drive the replica for it.
+    #[expect(clippy::too_many_arguments, reason = "the fields of a proposal, and what becomes of it")]
     fn put_item(
         &self,
         session: SessionId,
@@ -659,10 +661,17 @@ impl Replicated {
         keep: bool,
         body: ProposalBody<'_>,
         wait: Option<Span>,
+        may_drive: bool,
     ) -> bool {
         let urgency = urgency(&body);
         let item = Proposal { session, epoch, request, keep, body };
-        self.combiner.enqueue(|inputs| inputs.put_item(&item, wait, urgency))
+        let put = |inputs: &mut Inputs| inputs.put_item(&item, wait, urgency);
+        // While the log thread waits for the disk, what comes is left to it and goes into one entry.
+        if may_drive && self.combiner.is_light() && !self.combiner.is_driver_expected() {
+            self.combiner.enqueue_and_drive(put)
+        } else {
+            self.combiner.enqueue(put)
+        }
     }
 
     // ---- Driving the replica ----
@@ -796,7 +805,7 @@ impl Replicated {
         let addresses = self.addresses.lock().clone();
         if addresses != Addresses::default() {
             let body = ProposalBody::Addresses(addresses);
-            self.put_item(SessionId(0), 0, RequestId(0), false, body, None);
+            self.put_item(SessionId(0), 0, RequestId(0), false, body, None, false);
         }
     }
 
@@ -1018,7 +1027,7 @@ impl Replicated {
     fn leave(&self, id: SessionId, epoch: u64) {
         let epoch = u32::try_from(epoch).unwrap_or(u32::MAX);
         let body = ProposalBody::Close { orderly: false, referenced: false };
-        self.put_item(id, epoch, RequestId(0), false, body, None);
+        self.put_item(id, epoch, RequestId(0), false, body, None, false);
     }
 
     fn attach(

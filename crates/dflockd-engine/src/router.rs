@@ -184,6 +184,12 @@ impl Session {
         SessionId(self.id.load(Ordering::Acquire))
     }
 
+    /// Whether the thread that submits a request of this session may do for it what others could do: HTTP and gRPC hold
+    /// no lock then. The threads of line connections do, and first take what their other connections have sent.
+    pub(crate) fn may_drive(&self) -> bool {
+        self.api != Api::Line
+    }
+
     pub(crate) fn touch(&self, shard: usize) {
         let (word, bit) = (&self.touched[shard / 64], 1 << (shard % 64));
         if word.load(Ordering::Relaxed) & bit == 0 {

@@ -181,6 +181,11 @@ impl<D: Drive> Combiner<D> {
         self.is_driver_expected.store(is_expected, Ordering::SeqCst);
     }
 
+    /// Whether a thread is about to drive.
+    pub(crate) fn is_driver_expected(&self) -> bool {
+        self.is_driver_expected.load(Ordering::SeqCst)
+    }
+
     /// Whether so little is taken at a time that a thread with work should drive at once.
     pub(crate) fn is_light(&self) -> bool {
         self.load.load(Ordering::Relaxed) <= LIGHT_MAX

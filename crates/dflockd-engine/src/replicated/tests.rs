@@ -11,14 +11,38 @@ use super::combiner::Queue;
 use super::inputs::{ITEMS_BYTES_MAX, READS_MAX};
 use super::*;
 use crate::replicated::driver::Formation;
+use crate::router::Api;
 use crate::transport::{Limits as TransportLimits, Secret, TransportConfig};
 use dflockd_replica::log::{Recovered, StoredSnapshot};
 use dflockd_replica::types::{AutoRelease, Member, Policy, Start};
 use dflockd_replica::{RaftConfig, ReplicaConfig};
 
-/// Keeps the answers.
+/// Keeps the answers of a client of the line protocol.
 #[derive(Default)]
 struct Answers(Mutex<Vec<(RequestId, Outcome)>>);
+
+/// Keeps the answers of a client of HTTP.
+struct HttpAnswers(Arc<Answers>);
+
+impl Mailbox for HttpAnswers {
+    fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
+        self.0.reply(request, outcome)
+    }
+
+    fn push(&self, push: Push) -> Pushed {
+        self.0.push(push)
+    }
+
+    fn overflow(&self) {}
+
+    fn close(&self) {}
+
+    fn api(&self) -> Api {
+        Api::Http
+    }
+
+    fn flush(&self) {}
+}
 
 impl Mailbox for Answers {
     fn reply(&self, request: RequestId, outcome: Outcome) -> Pushed {
@@ -101,6 +125,39 @@ async fn the_first_client_waits_for_the_member() {
         assert!(matches!(add(&member, &client, request), Submitted::Later(_)));
         assert_eq!(answers.of(request).await, Outcome::Number(request.cast_signed()));
     }
+    member.stop();
+}
+
+/// While the load is light, the thread that brings a request of HTTP drives the replica for it: nobody has to be woken.
+/// The requests of lines are left to the designated thread, which takes those of all its connections at once.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thread_of_http_drives_for_its_request() {
+    const REQUESTS: u64 = 20;
+    let (member, _dir) = single_node().await;
+    let woken = Arc::new(AtomicU32::new(0));
+    let wake = Arc::clone(&woken);
+    member.designate(move || {
+        wake.fetch_add(1, Ordering::SeqCst);
+    });
+    let answers = Arc::new(Answers::default());
+    let lines = Arc::clone(&answers) as Arc<dyn Mailbox>;
+    let http = Arc::new(HttpAnswers(Arc::clone(&answers))) as Arc<dyn Mailbox>;
+    let wakes_for = async |mailbox, first| {
+        let client = member.open(mailbox, "client".into());
+        let before = woken.load(Ordering::SeqCst);
+        for request in first..first + REQUESTS {
+            while !member.before_sleep() {}
+            assert!(matches!(add(&member, &client, request), Submitted::Later(_)));
+            if woken.load(Ordering::SeqCst) > before {
+                member.before_sleep();
+            }
+            answers.of(request).await;
+        }
+        woken.load(Ordering::SeqCst) - before
+    };
+    let for_lines = wakes_for(lines, 1).await;
+    let for_http = wakes_for(http, 1 + REQUESTS).await;
+    assert!(for_lines > for_http + 10, "{for_lines} wake-ups for lines, {for_http} for HTTP");
     member.stop();
 }
 
