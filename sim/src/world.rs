@@ -711,12 +711,17 @@ impl World {
         }
         let Some(live) = &node.live else { return };
         let process = Rc::clone(&live.process);
-        if let Arrival::Frame(from, ..) = &arrival
-            && let Some(sender) = self.nodes.get(from).and_then(|node| node.live.as_ref())
-            && let Err(why) = process.member.meets(&sender.process.member)
-        {
-            let from = *from;
-            return self.note(|| format!("n{id} does not talk to n{from}: {why}"));
+        if let Arrival::Frame(from, ..) = &arrival {
+            let met = match self.nodes.get(from).and_then(|node| node.live.as_ref()) {
+                Some(sender) => process.member.meets(&sender.process.member),
+                // What a node that has ended had sent comes by a connection. A node without a cluster has none.
+                None if process.member.has_cluster() => Ok(()),
+                None => Err("they have not met".into()),
+            };
+            if let Err(why) = met {
+                let from = *from;
+                return self.note(|| format!("n{id} does not talk to n{from}: {why}"));
+            }
         }
         if let Arrival::Frame(from, ..) = &arrival
             && !self.oracle.machine().members().contains_key(from)
