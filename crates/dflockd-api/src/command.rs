@@ -9,7 +9,7 @@
 //!
 //! ```text
 //! /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-//! 16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
+//! 16 Acquire<'a> "acquire" [Grows Kept Lock key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
 //!     -> [Granted Timeout; MaxLocks MaxHolds ...] {
 //!     /// How the lock is asked for.
 //!     mode: Mode,
@@ -328,8 +328,8 @@ macro_rules! commands {
             pub fn right(&self) -> Right {
                 match self {
                     $(Self::$client(_) => Right::$client_right,)*
-                    $(Self::$session(_) => Right::Use,)*
-                    $(Self::$engine { .. } => Right::Use,)*
+                    $(Self::$session(_) => Right::Own,)*
+                    $(Self::$engine { .. } => Right::Own,)*
                 }
             }
         }
@@ -339,7 +339,7 @@ macro_rules! commands {
 commands! {
     client {
         /// Asks for a lock and waits up to `wait` for it; `wait` zero only tries.
-        16 Acquire<'a> "acquire" [Grows Kept Use key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
+        16 Acquire<'a> "acquire" [Grows Kept Lock key(key) wait(wait) lease(lease) salt(salt) gives(Lock)]
             -> [Granted Timeout; MaxLocks MaxHolds MaxWaiters MaxWaits LimitMismatch TypeMismatch NoFence] {
             /// How the lock is asked for.
             mode: Mode,
@@ -353,7 +353,7 @@ commands! {
             key: &'a [u8],
         }
         /// Asks for a lock and takes a place in the queue without waiting for the grant.
-        17 Enqueue<'a> "enqueue" [Grows Kept Use key(key) lease(lease) salt(salt) gives(Lock)]
+        17 Enqueue<'a> "enqueue" [Grows Kept Lock key(key) lease(lease) salt(salt) gives(Lock)]
             -> [Acquired Queued;
                 MaxLocks MaxHolds MaxWaiters MaxWaits LimitMismatch TypeMismatch NoFence AlreadyEnqueued] {
             /// How the lock is asked for; elections have no two-phase form.
@@ -366,7 +366,7 @@ commands! {
             key: &'a [u8],
         }
         /// Waits for the grant of an earlier [`Enqueue`] of the same session and key.
-        18 Wait<'a> "wait" [Grows Kept Use key(key) wait(wait) gives(Lock)]
+        18 Wait<'a> "wait" [Grows Kept Lock key(key) wait(wait) gives(Lock)]
             -> [Granted Timeout; NotEnqueued AlreadyWaiting LeaseExpired] {
             /// Where the lock lives.
             space: Space,
@@ -376,7 +376,7 @@ commands! {
             key: &'a [u8],
         }
         /// Gives a hold back.
-        19 Release<'a> "release" [Keeps Kept Use key(key)] -> [Done; NotHeld] {
+        19 Release<'a> "release" [Keeps Kept Lock key(key)] -> [Done; NotHeld] {
             /// Where the lock lives.
             space: Space,
             /// The hold.
@@ -387,7 +387,7 @@ commands! {
             key: &'a [u8],
         }
         /// Restarts the lease of a hold.
-        20 Renew<'a> "renew" [Keeps Kept Use key(key) lease(lease)] -> [Renewed; NotHeld LeaseExpired NoFence] {
+        20 Renew<'a> "renew" [Keeps Kept Lock key(key) lease(lease)] -> [Renewed; NotHeld LeaseExpired NoFence] {
             /// Where the lock lives.
             space: Space,
             /// The hold.
@@ -407,7 +407,7 @@ commands! {
             key: &'a [u8],
         }
         /// Adds `delta` to a counter.
-        22 Add<'a> "counter_add" [Grows Kept Use key(key)] -> [Number; MaxKeys Overflow] {
+        22 Add<'a> "counter_add" [Grows Kept Write key(key)] -> [Number; MaxKeys Overflow] {
             /// What is added. Subtracting is adding the negative, see `decrement`.
             delta: i64,
             /// Subtract instead. Kept apart because the watch event differs and -i64::MIN does not exist.
@@ -416,14 +416,14 @@ commands! {
             key: &'a [u8],
         }
         /// Sets a counter.
-        23 CounterSet<'a> "counter_set" [Grows Kept Use key(key)] -> [Done; MaxKeys] {
+        23 CounterSet<'a> "counter_set" [Grows Kept Write key(key)] -> [Done; MaxKeys] {
             /// Its new value.
             value: i64,
             /// The counter.
             key: &'a [u8],
         }
         /// Sets a KV entry.
-        24 KvSet<'a> "kv_set" [Grows Kept Use key(key)] -> [Written; MaxKeys ValueTooLarge] {
+        24 KvSet<'a> "kv_set" [Grows Kept Write key(key)] -> [Written; MaxKeys ValueTooLarge] {
             /// Time to live; none = for ever.
             ttl: Option<Span>,
             /// The entry.
@@ -432,12 +432,12 @@ commands! {
             value: &'a [u8],
         }
         /// Deletes a KV entry.
-        25 KvDelete<'a> "kv_delete" [Plain Kept Use key(key)] -> [Done] {
+        25 KvDelete<'a> "kv_delete" [Plain Kept Write key(key)] -> [Done] {
             /// The entry.
             key: &'a [u8],
         }
         /// Sets a KV entry if it is as expected.
-        26 KvCompareAndSet<'a> "kv_cas" [Grows Kept Use key(key)] -> [Written Conflict; MaxKeys ValueTooLarge] {
+        26 KvCompareAndSet<'a> "kv_cas" [Grows Kept Write key(key)] -> [Written Conflict; MaxKeys ValueTooLarge] {
             /// What must be there.
             expect: Expect<'a>,
             /// Time to live; none = for ever.
@@ -448,7 +448,7 @@ commands! {
             value: &'a [u8],
         }
         /// Puts an item at one end of a list, or hands it to a session that waits for one.
-        27 Push<'a> "list_push" [Grows Kept Use key(key)] -> [Number; MaxKeys ListFull ValueTooLarge] {
+        27 Push<'a> "list_push" [Grows Kept Write key(key)] -> [Number; MaxKeys ListFull ValueTooLarge] {
             /// Which end.
             end: End,
             /// The list.
@@ -457,7 +457,7 @@ commands! {
             value: &'a [u8],
         }
         /// Takes an item from one end of a list.
-        28 Pop<'a> "list_pop" [Plain Kept Use key(key) wait(wait) gives(Item)] -> [Popped Empty; MaxKeys MaxWaits] {
+        28 Pop<'a> "list_pop" [Plain Kept Write key(key) wait(wait) gives(Item)] -> [Popped Empty; MaxKeys MaxWaits] {
             /// Which end.
             end: End,
             /// How long to wait for an item. `None` = a plain pop; `Some(zero)` = a blocking pop that only tries
@@ -467,7 +467,7 @@ commands! {
             key: &'a [u8],
         }
         /// Arrives at a barrier and waits for the others.
-        29 BarrierWait<'a> "barrier_wait" [Grows Kept Use key(key) wait(wait)]
+        29 BarrierWait<'a> "barrier_wait" [Grows Kept Lock key(key) wait(wait)]
             -> [Done Timeout; MaxKeys MaxWaits CountMismatch AlreadyWaiting] {
             /// How many must arrive.
             count: u32,
@@ -477,26 +477,26 @@ commands! {
             key: &'a [u8],
         }
         /// Sends a payload to the listeners of a channel.
-        30 Signal<'a> "signal" [Grows Kept Use] -> [Number; BadPattern] {
+        30 Signal<'a> "signal" [Grows Kept Signal] -> [Number; BadPattern] {
             /// The channel: no wildcards.
             channel: &'a [u8],
             /// What they get.
             payload: &'a [u8],
         }
         /// Subscribes the session. Repeating it changes nothing.
-        31 Subscribe<'a> "subscribe" [Grows Kept Use] -> [Done Compacted; BadPattern MaxSubscriptions] {
+        31 Subscribe<'a> "subscribe" [Grows Kept Read] -> [Done Compacted; BadPattern MaxSubscriptions] {
             /// What the session listens to.
             to: Subscription<'a>,
         }
         /// Ends a subscription.
-        32 Unsubscribe<'a> "unsubscribe" [Plain Kept Use] -> [Done; BadPattern] {
+        32 Unsubscribe<'a> "unsubscribe" [Plain Kept Own] -> [Done; BadPattern] {
             /// What the session no longer listens to.
             from: Subscription<'a>,
         }
         /// Restarts the lease of every hold of the caller's session that was asked for with exactly this lease: such
         /// holds follow the session. No lease is cut short. Answered by the number of these holds; never kept for
         /// retries, because it can be repeated.
-        35 RenewSession "renew_session" [Keeps Anew Use] -> [Number] {
+        35 RenewSession "renew_session" [Keeps Anew Own] -> [Number] {
             /// The lease of the session.
             lease: Span,
         }
@@ -556,6 +556,24 @@ commands! {
     }
 }
 
+impl<'a> Command<'a> {
+    /// What it is about.
+    #[must_use]
+    pub fn subject(&self) -> Subject<'a> {
+        match *self {
+            Self::Signal(Signal { channel, .. }) => Subject::Name(channel),
+            Self::Subscribe(Subscribe { to: of }) | Self::Unsubscribe(Unsubscribe { from: of }) => {
+                match of {
+                    Subscription::Signals { pattern, .. }
+                    | Subscription::Changes { pattern, .. } => Subject::Pattern(pattern),
+                    Subscription::Leaders { key } => Subject::Name(key),
+                }
+            }
+            _ => self.key().map_or(Subject::Session, Subject::Name),
+        }
+    }
+}
+
 /// A command with memory of its own, for programs that keep commands: simulators and tests. It holds the bytes of the
 /// log, so it follows from the table like everything else.
 #[derive(Clone, PartialEq, Eq)]
@@ -603,13 +621,32 @@ enum Repeat {
     Anew,
 }
 
-/// What a client must be allowed to do to send a command.
+/// What a client must be allowed to do with the [`Subject`] of a command to send it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Right {
-    /// To use the server.
-    Use,
+    /// To see what is there, and to be told of changes, leaders and signals.
+    Read,
+    /// To take locks and places in queues, to keep and to release them, and to meet at barriers.
+    Lock,
+    /// To change counters, values and lists, and to take what is in a list.
+    Write,
+    /// To send signals.
+    Signal,
+    /// To have a session: what it owns already, nobody else's.
+    Own,
     /// To act on what belongs to others, as operators do.
     Administer,
+}
+
+/// What a command is about, for those who decide whether its client may send it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Subject<'a> {
+    /// No key: the session of the client.
+    Session,
+    /// A key, or the channel of a signal.
+    Name(&'a [u8]),
+    /// All keys or channels that match.
+    Pattern(&'a [u8]),
 }
 
 /// What a command may give away, and where it is given back to.
@@ -780,7 +817,19 @@ pub enum Query<'a> {
     },
 }
 
-impl Query<'_> {
+impl<'a> Query<'a> {
+    /// The key that it is about. To ask takes the right to [read](Right::Read) it.
+    #[must_use]
+    pub fn key(&self) -> &'a [u8] {
+        match *self {
+            Self::Counter { key }
+            | Self::Kv { key }
+            | Self::Entry { key }
+            | Self::Length { key }
+            | Self::Range { key, .. } => key,
+        }
+    }
+
     /// Whether it can be answered like this: see [`Command::allows`].
     #[must_use]
     pub fn allows(&self, answer: &Outcome) -> bool {
@@ -856,6 +905,20 @@ mod tests {
             key: b"k",
         };
         assert_eq!(Command::from(renew).lease(), Some(None));
+    }
+
+    #[test]
+    fn subjects() {
+        let subject = |command: Command<'static>| command.subject();
+        assert_eq!(subject(KvDelete { key: b"k" }.into()), Subject::Name(b"k"));
+        let signal = Signal { channel: b"c", payload: b"p" };
+        assert_eq!(subject(signal.into()), Subject::Name(b"c"));
+        let changes = Subscription::Changes { pattern: b"a.*", from: None };
+        assert_eq!(subject(Subscribe { to: changes }.into()), Subject::Pattern(b"a.*"));
+        assert_eq!(subject(Unsubscribe { from: changes }.into()), Subject::Pattern(b"a.*"));
+        let leaders = Subscription::Leaders { key: b"e" };
+        assert_eq!(subject(Subscribe { to: leaders }.into()), Subject::Name(b"e"));
+        assert_eq!(subject(RenewSession { lease: Span(1) }.into()), Subject::Session);
     }
 
     #[test]

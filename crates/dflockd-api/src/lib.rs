@@ -21,7 +21,8 @@ mod refusal;
 mod types;
 
 pub use command::{
-    Caller, Command, CommandKind, Expect, Gift, OwnedCommand, Query, Right, Subscription, Urgency,
+    Caller, Command, CommandKind, Expect, Gift, OwnedCommand, Query, Right, Subject, Subscription,
+    Urgency,
 };
 pub use error_code::{Advice, ERROR_CODES, ErrorCode, ErrorSpec};
 pub use outcome::{Given, Grant, Outcome};
