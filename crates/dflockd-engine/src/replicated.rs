@@ -652,7 +652,10 @@ impl Replicated {
     }
 
     /// As [`Replicated::put`], for a session by its id. `may_drive`: the calling thread may drive the replica for it.
-    #[expect(clippy::too_many_arguments, reason = "the fields of a proposal, and what becomes of it")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the fields of a proposal, and what becomes of it"
+    )]
     fn put_item(
         &self,
         session: SessionId,
