@@ -12,7 +12,7 @@
 //!
 //! | Thread | Does |
 //! | --- | --- |
-//! | a worker of the server | drives the replica before it sleeps, with what all connections sent; writes most answers |
+//! | a worker of the server | drives the replica before it sleeps, with what all connections sent; writes answers |
 //! | `replica` | drives the replica when time passes (it sleeps 100 ms at most) or something takes long |
 //! | `log` | writes and syncs the log, so that nobody else waits for it, then drives the replica; writes few answers |
 //! | `snapshot` | exists while a snapshot is made: makes it, and writes it beside the others |

@@ -547,8 +547,8 @@ impl Replica {
     }
 
     /// A removal that has been applied is told as done when an entry behind it is committed: a majority of the voters
-    /// that are left remembers it then, whichever of them lose their power. A forced one is told at once: those that are
-    /// left may be no majority.
+    /// that are left remembers it then, whichever of them lose their power. A forced one is told at once: those that
+    /// are left may be no majority.
     fn confirm_removal(&mut self, is_forced: bool) -> Decision {
         if is_forced {
             return Decision::Now(Ok(()));

@@ -630,8 +630,8 @@ fn a_single_voter_remembers_that_the_other_one_was_removed() {
     assert_eq!(group.voters(leader), [leader]);
 }
 
-/// GUARANTEES 41, 43: a removal that was acknowledged outlives the power loss of all and the loss of the leader: of four
-/// voters three are left, and two of them are a majority.
+/// GUARANTEES 41, 43: a removal that was acknowledged outlives the power loss of all and the loss of the leader: of
+/// four voters three are left, and two of them are a majority.
 #[test]
 fn a_majority_remembers_that_somebody_was_removed() {
     let mut group = Group::new(3);
