@@ -116,7 +116,7 @@ impl From<Error> for Failure {
 
 fn refused(code: ErrorCode) -> Status {
     match code {
-        ErrorCode::Auth => Status::Denied,
+        ErrorCode::Auth | ErrorCode::Forbidden => Status::Denied,
         ErrorCode::Draining
         | ErrorCode::NotLeader
         | ErrorCode::Unknown
@@ -141,6 +141,7 @@ fn advice(code: ErrorCode) -> &'static str {
         ErrorCode::Auth => {
             "give the right token with --auth-token-file (--admin-token-file for administration)"
         }
+        ErrorCode::Forbidden => "the identity of the token has no right to do that with this key",
         ErrorCode::Draining => "the server shuts down; try again when it is back",
         ErrorCode::NotLeader => "ask another server",
         ErrorCode::Unavailable => "no server could decide; nothing was done, try again",

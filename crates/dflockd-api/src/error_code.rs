@@ -98,6 +98,8 @@ error_codes! {
         "The request could not be decided, as without a quorum: nothing was done, and it can be asked again."
     TooLarge "error_too_large" Final
         "The answer would have more than 1 MiB: ask for it in parts, as with `<start>` and `<stop>` of `lrange`."
+    Forbidden "error_forbidden" Final
+        "The identity of the connection has no right to do that with this key."
 }
 
 impl ErrorCode {

@@ -41,6 +41,7 @@ pub struct RefusalSpec {
 pub enum GrpcCode {
     InvalidArgument = 3,
     NotFound = 5,
+    PermissionDenied = 7,
     ResourceExhausted = 8,
     FailedPrecondition = 9,
     OutOfRange = 11,
@@ -160,6 +161,9 @@ refusals! {
     MaxSessions "max_sessions" line(Error) http(503 "max_sessions")
         grpc(ResourceExhausted "REASON_MAX_SESSIONS") Retry
         "the limit of sessions is reached",
+    /// The identity of the client has no right to it. Decided before the store, which never says so.
+    Forbidden "forbidden" line(Forbidden) http(403 "forbidden") grpc(PermissionDenied "REASON_FORBIDDEN") Final
+        "this identity may not do that",
 }
 
 impl Refusal {

@@ -254,7 +254,7 @@ impl Only {
 /// The first keys of locks in order, collected part by part.
 #[derive(Clone, Debug)]
 pub struct LockPage {
-    prefix: Vec<u8>,
+    within: Vec<Vec<u8>>,
     after: Option<Vec<u8>>,
     limit: usize,
     only: Only,
@@ -263,11 +263,11 @@ pub struct LockPage {
 }
 
 impl LockPage {
-    /// A page that begins after a key and has `limit` keys at most.
+    /// A page that begins after a key and has `limit` keys at most, all of which begin with one of these prefixes.
     #[must_use]
-    pub fn new(prefix: &[u8], after: Option<&[u8]>, limit: usize, only: Only) -> Self {
-        let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
-        Self { prefix, after, limit, only, keys: BTreeSet::new(), more: false }
+    pub fn new(within: Vec<Vec<u8>>, after: Option<&[u8]>, limit: usize, only: Only) -> Self {
+        let after = after.map(<[u8]>::to_vec);
+        Self { within, after, limit, only, keys: BTreeSet::new(), more: false }
     }
 
     /// Which locks are on it.
@@ -289,7 +289,7 @@ impl LockPage {
 
     fn add(&mut self, lock: &Lock) {
         let key = &lock.key;
-        let wanted = key.starts_with(&self.prefix)
+        let wanted = is_within(key, &self.within)
             && self.after.as_ref().is_none_or(|after| **key > **after)
             && self.only.admits(lock);
         let full = self.keys.len() >= self.limit;
@@ -303,6 +303,11 @@ impl LockPage {
             self.more = true;
         }
     }
+}
+
+/// Whether a key begins with one of these prefixes.
+fn is_within(key: &[u8], within: &[Vec<u8>]) -> bool {
+    within.iter().any(|prefix| key.starts_with(prefix))
 }
 
 /// A lock that somebody waits for. Ordered by how many do, then by how long the first one does.
@@ -323,15 +328,16 @@ pub struct Contended {
 /// The locks with the longest queues, collected part by part.
 #[derive(Clone, Debug)]
 pub struct Contention {
+    within: Vec<Vec<u8>>,
     limit: usize,
     locks: BTreeSet<Contended>,
 }
 
 impl Contention {
-    /// So many of them at most.
+    /// So many of them at most, all of whose keys begin with one of these prefixes.
     #[must_use]
-    pub fn new(limit: usize) -> Self {
-        Self { limit, locks: BTreeSet::new() }
+    pub fn new(within: Vec<Vec<u8>>, limit: usize) -> Self {
+        Self { within, limit, locks: BTreeSet::new() }
     }
 
     /// The longest queue first.
@@ -386,7 +392,7 @@ impl Store {
             let waiters = lock.queue.len();
             let least = page.locks.first().map_or(0, |least| least.waiters);
             let full = page.locks.len() >= page.limit;
-            if waiters == 0 || full && waiters < least {
+            if waiters == 0 || full && waiters < least || !is_within(&lock.key, &page.within) {
                 continue;
             }
             let first = lock.queue.iter(&self.locks.claims).next();
@@ -493,17 +499,17 @@ impl Store {
             .collect()
     }
 
-    /// The first keys after `after` that begin with `prefix`: at least `limit` of them if there are so many,
-    /// in order.
+    /// The first keys after `after` that begin with one of these prefixes: at least `limit` of them if there are so
+    /// many, in order.
     #[must_use]
     pub fn ls(
         &self,
-        prefix: &[u8],
+        within: &[Vec<u8>],
         after: Option<&[u8]>,
         limit: usize,
         now: Timestamp,
     ) -> Vec<Listed> {
-        let wanted = |key: &[u8]| key.starts_with(prefix) && after.is_none_or(|after| key > after);
+        let wanted = |key: &[u8]| is_within(key, within) && after.is_none_or(|after| key > after);
         let mut page = Page { limit, listed: BinaryHeap::new() };
         for (_, lock) in self.locks.arena.iter().filter(|(_, lock)| wanted(&lock.key)) {
             page.add(&lock.key, || listed_lock(lock));
@@ -695,7 +701,7 @@ mod tests {
     /// The page, looked at in parts of so many places, and where the next one begins.
     fn page(prefix: &str, after: Option<&str>, limit: usize, only: Only) -> (String, bool) {
         let store = store();
-        let mut page = LockPage::new(prefix.as_bytes(), after.map(str::as_bytes), limit, only);
+        let mut page = LockPage::new(vec![prefix.into()], after.map(str::as_bytes), limit, only);
         for part in (0..store.lock_slots()).step_by(4) {
             store.page_locks(part..part + 4, &mut page);
         }
@@ -730,7 +736,7 @@ mod tests {
     #[test]
     fn the_longest_queues() {
         let store = store();
-        let mut contention = Contention::new(2);
+        let mut contention = Contention::new(vec![Vec::new()], 2);
         for part in (0..store.lock_slots()).step_by(4) {
             store.page_contention(part..part + 4, Timestamp(50), &mut contention);
         }
@@ -766,7 +772,7 @@ mod tests {
         ask(7, 30);
         ask(8, 40);
         let of_first = |slots: [usize; 2]| {
-            let mut contention = Contention::new(1);
+            let mut contention = Contention::new(vec![Vec::new()], 1);
             for slot in slots {
                 store.page_contention(slot..slot + 1, Timestamp(50), &mut contention);
             }
@@ -812,7 +818,7 @@ mod tests {
     fn keys_in_pages() {
         let store = values();
         let ls = |after: Option<&str>, limit, now| {
-            let listed = store.ls(b"", after.map(str::as_bytes), limit, Timestamp(now));
+            let listed = store.ls(&[Vec::new()], after.map(str::as_bytes), limit, Timestamp(now));
             let one =
                 |it: &Listed| format!("{}:{} ", String::from_utf8_lossy(&it.key), it.kind.name());
             listed.iter().map(one).collect::<String>()
@@ -853,7 +859,7 @@ mod tests {
     #[test]
     fn a_page_knows_what_it_is_of() {
         for only in [Only::All, Only::Held, Only::Waiting] {
-            assert_eq!(LockPage::new(b"", None, 1, only).only(), only);
+            assert_eq!(LockPage::new(Vec::new(), None, 1, only).only(), only);
         }
         let kinds = [KeyKind::Mutex, KeyKind::ReadWrite, KeyKind::Semaphore];
         assert_eq!(kinds.map(KeyKind::name), ["mutex", "rwlock", "semaphore"]);

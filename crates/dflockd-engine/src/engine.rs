@@ -262,16 +262,21 @@ impl Engine {
         }
     }
 
-    /// A page of keys in order. A key that is several things is not split, so it can be a little longer. None if
-    /// nobody can say.
-    pub fn ls(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Option<Vec<Listed>> {
+    /// A page of keys in order that begin with one of these prefixes. A key that is several things is not split, so it
+    /// can be a little longer. None if nobody can say.
+    pub fn ls(
+        &self,
+        within: &[Vec<u8>],
+        after: Option<&[u8]>,
+        limit: usize,
+    ) -> Option<Vec<Listed>> {
         match self {
-            Self::Memory(memory) => Some(memory.ls(prefix, after, limit)),
+            Self::Memory(memory) => Some(memory.ls(within, after, limit)),
             Self::Replicated(member) => {
-                let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
+                let (within, after) = (within.to_vec(), after.map(<[u8]>::to_vec));
                 let listed = member.look(true, move |machine| {
                     let ls =
-                        |store: &Store| store.ls(&prefix, after.as_deref(), limit, machine.shown());
+                        |store: &Store| store.ls(&within, after.as_deref(), limit, machine.shown());
                     machine.store().map(ls)
                 });
                 listed.flatten()
@@ -301,14 +306,12 @@ impl Engine {
     }
 
     /// The locks with the longest queues. None if nobody can say. May take a while.
-    pub fn contention(&self, limit: usize) -> Option<Contention> {
+    pub fn contention(&self, page: Contention) -> Option<Contention> {
         match self {
-            Self::Memory(memory) => Some(memory.contention(limit)),
-            Self::Replicated(member) => {
-                member.look_at_locks(Contention::new(limit), |store, slots, now, page| {
-                    store.page_contention(slots, now, page);
-                })
-            }
+            Self::Memory(memory) => Some(memory.contention(page)),
+            Self::Replicated(member) => member.look_at_locks(page, |store, slots, now, page| {
+                store.page_contention(slots, now, page);
+            }),
         }
     }
 

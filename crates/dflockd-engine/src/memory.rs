@@ -439,12 +439,13 @@ impl Memory {
         state.store.inspect(key, self.clock.now(), each_max)
     }
 
-    /// A page of keys in order. A key that is several things is not split, so it can be a little longer.
-    pub fn ls(&self, prefix: &[u8], after: Option<&[u8]>, limit: usize) -> Vec<Listed> {
+    /// A page of keys in order that begin with one of these prefixes. A key that is several things is not split, so it
+    /// can be a little longer.
+    pub fn ls(&self, within: &[Vec<u8>], after: Option<&[u8]>, limit: usize) -> Vec<Listed> {
         let mut listed = Vec::new();
         for shard in &self.shards[..KEY_SHARDS] {
             let state = shard.state.lock();
-            listed.extend(state.store.ls(prefix, after, limit, self.clock.now()));
+            listed.extend(state.store.ls(within, after, limit, self.clock.now()));
             drop(state);
             // After each shard, or there would be a page of each at once.
             listed.sort_unstable();
@@ -469,8 +470,7 @@ impl Memory {
     }
 
     /// The locks with the longest queues.
-    pub fn contention(&self, limit: usize) -> Contention {
-        let mut page = Contention::new(limit);
+    pub fn contention(&self, mut page: Contention) -> Contention {
         for shard in &self.shards[..KEY_SHARDS] {
             let state = shard.state.lock();
             let now = self.clock.now();
@@ -1161,7 +1161,7 @@ mod tests {
             engine.submit(&client, RequestId(1 << 63), false, release, &mut PendingFlushes::new());
         }
         for number in 0..10 {
-            let known = engine.ls(b"k", None, 100);
+            let known = engine.ls(&[b"k".to_vec()], None, 100);
             assert_eq!(known.len(), 10 - number, "the oldest have gone");
             let first = format!("k{number}");
             assert!(known.iter().any(|listed| *listed.key == *first.as_bytes()), "{known:?}");

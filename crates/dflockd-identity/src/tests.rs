@@ -1,6 +1,8 @@
 use std::time::{Duration, SystemTime};
 
-use dflockd_api::command::{Acquire, ForceRelease, KvSet, Pop, RenewSession, Signal, Subscribe, Unsubscribe};
+use dflockd_api::command::{
+    Acquire, ForceRelease, KvSet, Pop, RenewSession, Signal, Subscribe, Unsubscribe,
+};
 use dflockd_api::{End, Fence, Mode, Space, Span, Subscription};
 use dflockd_core::{Separators, pattern_is_valid, pattern_matches};
 use proptest::collection::vec;

@@ -84,7 +84,9 @@ impl Asked {
         }
         if let Response::Error(code) = response {
             // Of any request: it is refused before it is looked at, or the client knows no better word.
-            return matches!(code, ErrorCode::Error | ErrorCode::Auth | ErrorCode::Draining)
+            let before =
+                [ErrorCode::Error, ErrorCode::Auth, ErrorCode::Draining, ErrorCode::Forbidden];
+            return before.contains(&code)
                 || code == ErrorCode::TooLarge
                     && matches!(request, Request::Query(Query::Range { .. }))
                 || REFUSALS.iter().any(|(refusal, spec)| {

@@ -14,6 +14,7 @@ pub mod dir;
 pub mod eventually;
 pub mod forms;
 pub mod http;
+pub mod identities;
 pub mod line;
 pub mod noise;
 pub mod peers;

@@ -30,6 +30,8 @@ pub(crate) struct By {
     pub(crate) session: Option<u64>,
     /// The address, or the member that passed it on.
     pub(crate) peer: Arc<str>,
+    /// Whose token it came with; empty if another member has looked at it.
+    pub(crate) identity: Arc<str>,
 }
 
 /// How it came here.
@@ -78,6 +80,7 @@ pub(crate) struct Record {
     pub(crate) unix_ms: u64,
     pub(crate) via: Via,
     pub(crate) peer: Arc<str>,
+    pub(crate) identity: Arc<str>,
     pub(crate) event: AuditEvent,
     pub(crate) reason: String,
     /// None if that was not known yet.
@@ -103,6 +106,7 @@ impl Audit {
             unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX),
             via: by.via,
             peer: Arc::clone(&by.peer),
+            identity: Arc::clone(&by.identity),
             event,
             reason: reason.to_owned(),
             done,
@@ -148,13 +152,15 @@ impl AuditEvent {
 
 impl By {
     /// Somebody at an API that has no sessions of its own.
-    pub(crate) fn address(api: Api, peer: impl ToString) -> Self {
-        Self { via: Via::Api(api), session: None, peer: peer.to_string().into() }
+    pub(crate) fn address(api: Api, peer: impl ToString, identity: &str) -> Self {
+        let (peer, identity) = (peer.to_string().into(), identity.into());
+        Self { via: Via::Api(api), session: None, peer, identity }
     }
 
     /// An operator whose request another member has passed on to this one.
     pub(crate) fn member(node: &str) -> Self {
-        Self { via: Via::Member, session: None, peer: format!("member {node}").into() }
+        let peer = format!("member {node}").into();
+        Self { via: Via::Member, session: None, peer, identity: "".into() }
     }
 }
 
@@ -167,12 +173,14 @@ pub(crate) async fn run_detached<T: Send + 'static>(
 }
 
 fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
-    let By { via, session: by, peer } = by;
+    let By { via, session: by, peer, identity } = by;
+    let identity = Some(&**identity).filter(|identity| !identity.is_empty());
     // A session of the line protocol says it all.
     let only_peer = by.is_none().then(|| tracing::field::display(peer));
     match event {
         AuditEvent::EndHold { key, fence } => tracing::info!(
             audit = true,
+            identity,
             by,
             peer = only_peer,
             key = %key.escape_ascii(),
@@ -183,6 +191,7 @@ fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
         ),
         AuditEvent::EndSession { session } => tracing::info!(
             audit = true,
+            identity,
             by,
             peer = only_peer,
             session,
@@ -191,7 +200,8 @@ fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
             "session ended by an operator"
         ),
         AuditEvent::Backup => {
-            tracing::info!(audit = true, by, %peer, done, reason, "backup fetched by an operator");
+            let text = "backup fetched by an operator";
+            tracing::info!(audit = true, identity, by, %peer, done, reason, "{text}");
         }
         AuditEvent::Change { verb, node } => match via {
             Via::Member => tracing::info!(
@@ -204,6 +214,7 @@ fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
             ),
             Via::Api(Api::Line) => tracing::info!(
                 audit = true,
+                identity,
                 by,
                 %peer,
                 verb,
@@ -216,12 +227,13 @@ fn log(by: &By, event: &AuditEvent, reason: &str, done: Option<bool>) {
                     "remove" | "force-remove" => "member removed by an operator",
                     _ => "member added by an operator",
                 };
-                tracing::info!(audit = true, %peer, node, done, "{text}");
+                tracing::info!(audit = true, identity, %peer, node, done, "{text}");
             }
             Via::Api(Api::Grpc) => {
                 let how = how(verb);
                 tracing::info!(
                     audit = true,
+                    identity,
                     %peer,
                     node = node.as_deref().unwrap_or_default(),
                     how,
@@ -252,7 +264,7 @@ mod tests {
     use super::*;
 
     fn note(audit: &Audit, session: u64) {
-        let by = By::address(Api::Grpc, "127.0.0.1");
+        let by = By::address(Api::Grpc, "127.0.0.1", "ops");
         audit.note(&by, AuditEvent::EndSession { session }, "because", Some(true));
     }
 

@@ -74,6 +74,7 @@ struct ApiCounts {
     auth_failures: [AtomicU64; 2],
     auth_throttled: [AtomicU64; 2],
     revoked: AtomicU64,
+    forbidden: AtomicU64,
     slow_readers: AtomicU64,
 }
 
@@ -174,6 +175,11 @@ impl Metrics {
         self.apis[api as usize].revoked.fetch_add(1, Relaxed);
     }
 
+    /// An identity asked for what it may not do.
+    pub(crate) fn forbidden(&self, api: Api) {
+        self.apis[api as usize].forbidden.fetch_add(1, Relaxed);
+    }
+
     /// Somebody was cut off who did not take in what waited for it.
     pub(crate) fn slow_reader(&self, api: Api) {
         self.apis[api as usize].slow_readers.fetch_add(1, Relaxed);
@@ -246,6 +252,7 @@ impl Metrics {
         page.values(&n::AUTH_FAILURES, tokens(|counts| &counts.auth_failures));
         page.values(&n::AUTH_THROTTLED, tokens(|counts| &counts.auth_throttled));
         page.by(&n::REVOKED, each(&|api| counts(api).revoked.load(Relaxed)));
+        page.by(&n::FORBIDDEN, each(&|api| counts(api).forbidden.load(Relaxed)));
         let foreign = Foreign::ALL.map(|other| (other.name(), self.foreign.count(other)));
         page.by(&n::FOREIGN_PROTOCOLS, foreign);
         page.by(&n::SLOW_READERS, each(&|api| counts(api).slow_readers.load(Relaxed)));

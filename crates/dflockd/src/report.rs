@@ -8,9 +8,10 @@ use std::sync::atomic::Ordering;
 
 use dflockd_core::{
     Bytes, ChannelView, HolderView, KeyKind, KeyView, Listed, LockKind, LockView, SessionId,
-    WaiterView,
+    Survey, WaiterView,
 };
 use dflockd_engine::{Engine, readable};
+use dflockd_identity::{Access, Identity};
 use dflockd_replica::Role;
 use serde::Serialize;
 
@@ -240,9 +241,10 @@ pub(crate) fn members(service: &Service) -> Vec<u8> {
     json(&Members { cluster: cluster(service) })
 }
 
-/// The answer to `stats`.
-pub(crate) fn stats(service: &Service) -> Vec<u8> {
-    let survey = service.engine.survey(STATS_EACH_MAX);
+/// The answer to `stats`, with what somebody may see. The totals tell nobody a key.
+pub(crate) fn stats(service: &Service, who: &Identity) -> Vec<u8> {
+    let mut survey = service.engine.survey(STATS_EACH_MAX);
+    keep_readable(&mut survey, who);
     let mut names = Names::new(&service.engine);
     let mut stats = Stats {
         connections: service.connections.load(Ordering::Relaxed)
@@ -297,6 +299,22 @@ pub(crate) fn stats(service: &Service) -> Vec<u8> {
     }
     while !fits(&stats) && stats.shorten() {}
     json(&stats)
+}
+
+/// Leaves out the keys and patterns that somebody may not see.
+fn keep_readable(survey: &mut Survey, who: &Identity) {
+    if who.sees_all() {
+        return;
+    }
+    let reads = |key: &[u8]| who.may(Access::read(key));
+    let follows = |pattern: &[u8]| who.may(Access::follow(pattern));
+    survey.locks.retain(|lock| reads(&lock.key));
+    survey.counters.retain(|counter| reads(&counter.key));
+    survey.kv.retain(|entry| reads(&entry.key));
+    survey.lists.retain(|list| reads(&list.key));
+    survey.barriers.retain(|barrier| reads(&barrier.key));
+    survey.signal_channels.retain(|channel| follows(&channel.pattern));
+    survey.watch_channels.retain(|channel| follows(&channel.pattern));
 }
 
 impl<'a> Stats<'a> {
@@ -520,14 +538,14 @@ struct ListedKey<'a> {
     waiters: usize,
 }
 
-/// The answer to `ls`. None if nobody can say.
+/// The answer to `ls`: keys that begin with one of these prefixes. None if nobody can say.
 pub(crate) fn ls(
     service: &Service,
-    prefix: &[u8],
+    within: &[Vec<u8>],
     after: Option<&[u8]>,
     limit: usize,
 ) -> Option<Vec<u8>> {
-    let listed = service.engine.ls(prefix, after, limit)?;
+    let listed = service.engine.ls(within, after, limit)?;
     let mut keys = Vec::new();
     let mut bytes = "[]".len();
     // Everything that a key is stays together, because the next page begins after a key.

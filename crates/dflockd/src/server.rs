@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
 use dflockd_engine::{Api, Clock, Engine, Replicated, Suppressed};
@@ -29,6 +29,8 @@ use crate::tls;
 const BACKLOG: u32 = 4096;
 /// How often memory that is only there for speed is given back.
 const TIDY: Duration = Duration::from_secs(10);
+/// How often it is looked whether a token has become valid or stopped being so.
+const DATES: Duration = Duration::from_secs(1);
 /// For connections to close that were told to.
 const LAST_MOMENT: Duration = Duration::from_secs(1);
 /// For HTTP requests to end, if there is no limit for the shutdown.
@@ -181,12 +183,18 @@ impl Running {
     ) -> anyhow::Result<()> {
         let told = async {
             let mut reloads = false;
+            let has_dates = self.config.identities_file.is_some();
             loop {
                 tokio::select! {
                     signal = signals.recv() => match signal {
                         Some(Signal::Reload) => reloads = true,
                         Some(Signal::Terminate) | None => break,
                     },
+                    () = tokio::time::sleep(DATES), if has_dates => {
+                        if self.service.auth.look_at_dates(SystemTime::now()) {
+                            self.revoke();
+                        }
+                    }
                     // Files that can not be opened now are not missing.
                     () = descriptors::some_free(), if reloads => {
                         reloads = false;
@@ -254,6 +262,14 @@ impl Running {
             Ok(_) => {}
             Err(error) => tracing::error!(%error, "auth token not reloaded"),
         }
+        match self.config.read_identities() {
+            Ok(identities) => {
+                if auth.replace_identities(identities, SystemTime::now()) {
+                    self.revoke();
+                }
+            }
+            Err(error) => tracing::error!(%error, "identities not reloaded"),
+        }
         match self.config.reload_admin_token() {
             // Operators show their token with each request; only streams have to be told, and hear of it themselves.
             Ok(tokens) => drop(auth.replace(TokenKind::Admin, tokens.as_ref())),
@@ -280,7 +296,7 @@ impl Running {
 
     /// Ends what came with a token that is no longer valid.
     fn revoke(&self) {
-        tracing::info!("an auth token was dropped: what came with it ends");
+        tracing::info!("a token is no longer valid: what came with it ends");
         self.line.revoke();
         if let Some(http) = &self.http {
             http.app.sessions.revoke();

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use dflockd_core::{SessionId, Shared, Span};
 use dflockd_engine::{Clock, Engine, FenceFile, Fences, LogBudget, Memory, Options};
+use dflockd_identity::{Identity, Role};
 use dflockd_replica::types::{AutoRelease, Policy};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -224,9 +225,14 @@ impl Service {
             return Arc::clone(&stats.text);
         }
         let begun = self.engine.clock().now().0;
-        let text: Arc<[u8]> = report::stats(self).into();
+        let text: Arc<[u8]> = report::stats(self, &Identity::new("server", Role::Read)).into();
         *latest = Some(Stats { begun, text: Arc::clone(&text) });
         text
+    }
+
+    /// The text of `stats` as far as somebody may see it, like [`Service::stats`].
+    pub(crate) fn stats_for(&self, who: &Identity, asked: u64) -> Arc<[u8]> {
+        if who.sees_all() { self.stats(asked) } else { report::stats(self, who).into() }
     }
 
     /// Forgets the last `stats` text if nobody asked for a while, so that it does not stay in memory for ever.

@@ -19,6 +19,7 @@ mod process {
     mod leases;
     mod limits;
     mod peers;
+    mod rights;
     mod signals;
     mod startup;
     mod subscriptions;

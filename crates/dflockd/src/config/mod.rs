@@ -103,6 +103,7 @@ impl Config {
         }
 
         let mut config = Self::resolve(Given::new(&flag, env))?;
+        config.identities = config.read_identities()?;
         config.validate()?;
         config.complete_cluster()?;
         // Whoever only asks whether to release at all gets the right answer for either flag.
@@ -163,8 +164,10 @@ impl Config {
                 ping.as_secs()
             ));
         }
-        if self.require_auth && self.auth_token.is_none() {
-            return refuse("--require-auth needs --auth-token or --auth-token-file");
+        if self.require_auth && !self.needs_tokens() {
+            return refuse(
+                "--require-auth needs --auth-token, --auth-token-file or --identities-file",
+            );
         }
         if self.require_auth
             && let Some(weakness) = self.weak_tokens().first()
@@ -177,6 +180,11 @@ impl Config {
             return refuse("--startup-grant-delay auto needs --fence-state-file");
         }
         Ok(())
+    }
+
+    /// Whether clients need a token.
+    fn needs_tokens(&self) -> bool {
+        self.auth_token.is_some() || self.identities_file.is_some()
     }
 
     /// Whether a flag or its variable was given; a boolean that was switched off counts as not.
@@ -279,7 +287,7 @@ impl Config {
 
     /// What lets web pages use a server that has no token to keep them out.
     fn warnings_of_web_pages(&self) -> Vec<String> {
-        if self.auth_token.is_some() || self.http_address().is_none() {
+        if self.needs_tokens() || self.http_address().is_none() {
             return Vec::new();
         }
         let has_all = |entries: &[String]| entries.iter().any(|entry| entry == "*");
@@ -325,13 +333,13 @@ impl Config {
                 open.join(", ")
             ));
         }
-        if self.auth_token.is_none() {
+        if !self.needs_tokens() {
             warnings.push(format!(
                 "{flag} {host} is not a loopback address and there is no auth token: \
                  anyone who can reach the port can take and release locks"
             ));
         }
-        let has_token = self.auth_token.is_some() || self.admin_token.is_some();
+        let has_token = self.needs_tokens() || self.admin_token.is_some();
         if has_token && self.tls_cert.is_none() {
             let open: Vec<_> = [line, http, grpc].into_iter().flatten().collect();
             let open: Vec<_> = open.iter().map(|(flag, host)| format!("{flag} {host}")).collect();

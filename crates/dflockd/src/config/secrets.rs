@@ -6,6 +6,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use dflockd_identity::Identities;
 use subtle::ConstantTimeEq;
 use zeroize::Zeroizing;
 
@@ -19,6 +20,9 @@ pub(super) const RAFT_TOKEN_BYTES_MIN: usize = 32;
 
 /// Tokens of clients and operators below this are warned about: 16 random bytes can not be guessed.
 const TOKEN_BYTES_ADVISED: usize = 16;
+
+/// The largest file of identities: ten thousand of them fit.
+const IDENTITIES_BYTES_MAX: usize = 8 << 20;
 
 /// Valid tokens of a kind: a new one and the one before it.
 const TOKENS_MAX: usize = 2;
@@ -261,6 +265,14 @@ impl Config {
                 format!("{name}: {} can be read by other users; chmod 600 it", path.display())
             })
             .collect();
+        if let Some(path) = &self.identities_file
+            && mode_and_owner(path).is_some_and(|(mode, _)| mode & 0o022 != 0)
+        {
+            let path = path.display();
+            warnings.push(format!(
+                "--identities-file: {path} can be changed by other users; chmod 640 it"
+            ));
+        }
         if let Some(dir) = &self.raft_dir
             && mode_and_owner(dir).is_some_and(|(mode, _)| mode & 0o022 != 0)
         {
@@ -304,6 +316,20 @@ impl Config {
             tracing::warn!("{weakness}");
         }
         Ok(tokens)
+    }
+
+    /// The identities as their file has them now, like [`Config::reload_auth_token`].
+    pub fn read_identities(&self) -> Result<Option<Identities>, ConfigError> {
+        let Some(path) = &self.identities_file else { return Ok(None) };
+        let refuse =
+            |why: String| ConfigError(format!("--identities-file: {}: {why}", path.display()));
+        let content =
+            read_file(path, IDENTITIES_BYTES_MAX + 1).map_err(|e| refuse(e.to_string()))?;
+        if content.len() > IDENTITIES_BYTES_MAX {
+            return Err(refuse(format!("more than {IDENTITIES_BYTES_MAX} bytes")));
+        }
+        let text = std::str::from_utf8(&content).map_err(|e| refuse(e.to_string()))?;
+        Identities::parse(text).map(Some).map_err(|error| refuse(error.to_string()))
     }
 
     /// The secret between nodes as its source has it now, like [`Config::reload_auth_token`]. One

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use dflockd_identity::Identities;
 use dflockd_replica::types::AutoRelease;
 use zeroize::Zeroizing;
 
@@ -54,6 +55,8 @@ macro_rules! settings {
             pub(super) given: Vec<&'static str>,
             /// The secret between nodes if none is given and none is needed.
             pub(super) drawn_secret: Option<Secret>,
+            /// What --identities-file has.
+            pub identities: Option<Identities>,
         }
 
         static SETTINGS: LazyLock<Vec<Setting>> = LazyLock::new(|| vec![
@@ -98,7 +101,7 @@ macro_rules! settings {
                     let $token = $source.as_ref().map(TokenSource::read).transpose()?;
                 )+
                 let Given { notes, given, .. } = given;
-                Ok(Self { $($field,)+ $($token, $source,)+ notes, given, drawn_secret: None })
+                Ok(Self { $($field,)+ $($token, $source,)+ notes, given, drawn_secret: None, identities: None })
             }
         }
     };
@@ -307,6 +310,8 @@ settings! {
     /// at its default it adapts to a shorter election timeout.
     heartbeat_interval: Duration = millis(10..=20_000),
         "heartbeat-interval-ms", "DFLOCKD_HEARTBEAT_INTERVAL_MS", "150" needs "raft-dir";
+    /// TOML file with named identities, their tokens as digests and their rights; read again on SIGHUP.
+    identities_file: Option<PathBuf> = Optional(FILE_PATH), "identities-file", "DFLOCKD_IDENTITIES_FILE", "";
     tokens:
     /// Token that a client must send first.
     auth_token, "auth-token", "DFLOCKD_AUTH_TOKEN";

@@ -1,25 +1,34 @@
-//! Who may use the server: which tokens are valid, what came with which of them, and how often somebody may guess.
+//! Who may use the server: which tokens are valid, whose they are, what came with which of them, and how often somebody
+//! may guess.
 //!
-//! Two tokens are valid at a time, a new one and the one before it, so that clients can change over one by one. A
-//! connection, a session or a stream remembers by a number which token it came with ([`Pass`]), never the token
-//! itself. When a reload drops a token, what came with it ends: [`Auth::revoked`] tells the futures of HTTP and gRPC,
-//! the server goes through the connections and sessions.
+//! Several tokens of an identity are valid at a time, so that clients can change over one by one: those of
+//! `--identities-file`, and two of `--auth-token-file` and `--admin-token-file`, which are two identities that need no
+//! file. A connection, a session or a stream remembers by a number which token it came with ([`Pass`]), never the token
+//! itself. When a token is no longer valid, or its identity has other rights, what came with it ends:
+//! [`Auth::revoked`] tells the futures of HTTP and gRPC, the server goes through the connections and sessions. So a
+//! pass has the same rights as long as it is valid.
+//!
+//! What an identity may do decides [`Identity::may`]; every API asks by [`Service::check_right`] before the engine sees
+//! a request.
 //!
 //! Wrong tokens are counted per address and in total by all protocols together. Who has used up what it may is refused
 //! without a comparison, with the right token too: otherwise guessing would go on. A connection that has shown the
 //! right token before is not concerned.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::task::Context;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use arc_swap::ArcSwap;
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderValue};
+use dflockd_core::{Command, Query, Refusal};
 use dflockd_engine::{AddressKey, Api};
+use dflockd_identity::{Access, Identities, Identity, RESERVED, Role, TOKEN_BYTES_MAX, TokenHash};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
@@ -53,8 +62,22 @@ impl TokenKind {
     }
 }
 
+/// Who somebody is.
+pub(crate) type Who = Arc<Identity>;
+
+/// Whoever has the token of `--auth-token`.
+static AUTH_TOKEN: LazyLock<Who> =
+    LazyLock::new(|| Arc::new(Identity::new(RESERVED[0], Role::Use)));
+/// Whoever has the token of `--admin-token`.
+static ADMIN_TOKEN: LazyLock<Who> =
+    LazyLock::new(|| Arc::new(Identity::new(RESERVED[1], Role::Admin)));
+/// Everybody where no token is needed.
+static ANYONE: LazyLock<Who> = LazyLock::new(|| Arc::new(Identity::new(RESERVED[2], Role::Use)));
+/// Whoever has a token that is no longer valid.
+static NOBODY: LazyLock<Who> = LazyLock::new(|| Arc::new(Identity::nobody()));
+
 /// With which token somebody came: its number, or that none was needed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Pass(u64);
 
 impl Pass {
@@ -116,6 +139,9 @@ impl Origin {
 pub(crate) struct Auth {
     client: Valid,
     admin: Valid,
+    listed: Listed,
+    /// The last pass that was given out.
+    last: Mutex<u64>,
     guesses: Guesses,
     /// Grows when a token is dropped.
     dropped: watch::Sender<u64>,
@@ -124,9 +150,26 @@ pub(crate) struct Auth {
 }
 
 /// The valid tokens of a kind, each with its number.
+#[derive(Default)]
 struct Valid {
     tokens: ArcSwap<Vec<(Pass, Secret)>>,
-    last: Mutex<u64>,
+}
+
+/// The identities of the file.
+#[derive(Default)]
+struct Listed {
+    /// What the file has; none without one.
+    file: Mutex<Option<Identities>>,
+    now: ArcSwap<ListedNow>,
+}
+
+/// Whose tokens are valid now.
+#[derive(Default)]
+struct ListedNow {
+    /// There is a file, so everybody needs a token.
+    is_used: bool,
+    passes: HashMap<TokenHash, Pass>,
+    identities: HashMap<Pass, Who>,
 }
 
 /// How often tokens may be wrong.
@@ -141,46 +184,100 @@ impl Auth {
         let rate = Rate::new(total, total);
         let in_total = (total > 0).then(|| (rate, Mutex::new(rate.full())));
         let per_address = RateLimit::new(config.auth_failure_rate_per_ip, BURST);
-        Self {
-            client: Valid::new(config.auth_token.as_ref()),
-            admin: Valid::new(config.admin_token.as_ref()),
+        let auth = Self {
+            client: Valid::default(),
+            admin: Valid::default(),
+            listed: Listed::default(),
+            last: Mutex::new(0),
             guesses: Guesses { per_address, in_total },
             dropped: watch::Sender::new(0),
             generation: AtomicU64::new(0),
-        }
+        };
+        auth.replace(TokenKind::Client, config.auth_token.as_ref());
+        auth.replace(TokenKind::Admin, config.admin_token.as_ref());
+        auth.replace_identities(config.identities.clone(), SystemTime::now());
+        auth
     }
 
     /// Whether clients need a token.
     pub(crate) fn is_required(&self) -> bool {
-        !self.client.tokens.load().is_empty()
+        !self.client.tokens.load().is_empty() || self.listed.now.load().is_used
+    }
+
+    /// Who came with this token.
+    pub(crate) fn who(&self, pass: Pass) -> Who {
+        if pass == Pass::OPEN {
+            return Arc::clone(if self.is_required() { &NOBODY } else { &ANYONE });
+        }
+        if let Some(who) = self.listed.now.load().identities.get(&pass) {
+            return Arc::clone(who);
+        }
+        Arc::clone(if self.client.has(pass) {
+            &AUTH_TOKEN
+        } else if self.admin.has(pass) {
+            &ADMIN_TOKEN
+        } else {
+            &NOBODY
+        })
     }
 
     /// Whether a request comes with a valid token, or none is needed. For what a client is never told: a wrong token is
     /// not counted here.
     pub(crate) fn knows(&self, headers: &HeaderMap) -> bool {
-        let tokens = self.client.tokens.load();
-        tokens.is_empty() || bearer(headers).is_some_and(|token| find(&tokens, token).is_some())
+        let find = |token: &[u8]| self.find(TokenKind::Client, token);
+        !self.is_required() || bearer(headers).is_some_and(|token| find(token).is_some())
     }
 
     /// Whether anybody can be an operator.
     pub(crate) fn has_operators(&self) -> bool {
+        let is_admin = |who: &Who| who.role() == Role::Admin;
         !self.admin.tokens.load().is_empty()
+            || self.listed.now.load().identities.values().any(is_admin)
     }
 
     /// How many bytes the longest valid token of clients has.
     pub(crate) fn longest(&self) -> usize {
         let tokens = self.client.tokens.load();
-        tokens.iter().map(|(_, token)| token.bytes().len()).max().unwrap_or(0)
+        let longest = tokens.iter().map(|(_, token)| token.bytes().len()).max().unwrap_or(0);
+        if self.listed.now.load().is_used { longest.max(TOKEN_BYTES_MAX) } else { longest }
     }
 
     /// Takes other tokens for valid. True if one is no longer, so that what came with it must end.
     pub(crate) fn replace(&self, kind: TokenKind, tokens: Option<&Tokens>) -> bool {
-        let dropped = self.of(kind).replace(tokens);
+        let was_open = !self.is_required();
+        let dropped = self.of(kind).replace(tokens, || self.next_pass());
+        self.tell(dropped || was_open && self.is_required())
+    }
+
+    /// Takes the identities of a file for valid, as far as they are at that time. True if a token is not any more, or
+    /// its identity has changed, so that what came with it must end.
+    pub(crate) fn replace_identities(&self, file: Option<Identities>, now: SystemTime) -> bool {
+        let was_open = !self.is_required();
+        let mut current = self.listed.file.lock();
+        let dropped = self.listed.replace(file.as_ref(), now, || self.next_pass());
+        *current = file;
+        self.tell(dropped || was_open && self.is_required())
+    }
+
+    /// Looks at the dates of tokens. True if one is no longer valid, so that what came with it must end.
+    pub(crate) fn look_at_dates(&self, now: SystemTime) -> bool {
+        let file = self.listed.file.lock();
+        self.tell(self.listed.replace(file.as_ref(), now, || self.next_pass()))
+    }
+
+    /// Tells those who wait for it that what they came with may not be good any more, if so.
+    fn tell(&self, dropped: bool) -> bool {
         if dropped {
             self.generation.fetch_add(1, Ordering::SeqCst);
             self.dropped.send_modify(|count| *count += 1);
         }
         dropped
+    }
+
+    fn next_pass(&self) -> Pass {
+        let mut last = self.last.lock();
+        *last += 1;
+        Pass(*last)
     }
 
     /// How often tokens were dropped. Who finds it changed asks whether its own is still valid.
@@ -190,7 +287,10 @@ impl Auth {
 
     /// Whether what somebody came with is still good.
     pub(crate) fn is_valid(&self, kind: TokenKind, pass: Pass) -> bool {
-        self.of(kind).is_valid(pass)
+        match kind {
+            TokenKind::Client => !self.is_required() || !Arc::ptr_eq(&self.who(pass), &NOBODY),
+            TokenKind::Admin => self.who(pass).role() == Role::Admin,
+        }
     }
 
     /// Waits until what somebody came with is no longer good.
@@ -207,6 +307,11 @@ impl Auth {
         }
     }
 
+    /// The number of the token that was presented.
+    fn find(&self, kind: TokenKind, presented: &[u8]) -> Option<Pass> {
+        self.of(kind).find(presented).or_else(|| self.listed.find(kind, presented))
+    }
+
     fn of(&self, kind: TokenKind) -> &Valid {
         match kind {
             TokenKind::Client => &self.client,
@@ -220,12 +325,10 @@ impl Auth {
         origin: &Origin,
         presented: Option<&[u8]>,
     ) -> Result<Pass, Denied> {
-        let tokens = self.of(kind).tokens.load();
-        if tokens.is_empty() {
-            return match kind {
-                TokenKind::Client => Ok(Pass::OPEN),
-                TokenKind::Admin => Err(Denied::Disabled),
-            };
+        match kind {
+            TokenKind::Client if !self.is_required() => return Ok(Pass::OPEN),
+            TokenKind::Admin if !self.has_operators() => return Err(Denied::Disabled),
+            TokenKind::Client | TokenKind::Admin => {}
         }
         // Nothing was guessed.
         let Some(presented) = presented else { return Err(Denied::Wrong) };
@@ -235,7 +338,7 @@ impl Auth {
         if !proven && !self.guesses.may_try(address) {
             return Err(Denied::TooMany);
         }
-        match find(&tokens, presented) {
+        match self.find(kind, presented) {
             Some(pass) => {
                 if kind == TokenKind::Client && !proven {
                     origin.proven.store(true, Ordering::Relaxed);
@@ -250,50 +353,76 @@ impl Auth {
     }
 }
 
-/// The number of the token that was presented, in a time that does not tell which it is.
-fn find(tokens: &[(Pass, Secret)], presented: &[u8]) -> Option<Pass> {
-    let mut found = None;
-    for (pass, token) in tokens {
-        if token.matches(presented) {
-            found = Some(*pass);
-        }
-    }
-    found
-}
-
 impl Valid {
-    fn new(tokens: Option<&Tokens>) -> Self {
-        let valid = Self { tokens: ArcSwap::default(), last: Mutex::new(0) };
-        valid.replace(tokens);
-        valid
+    /// The number of the token that was presented, in a time that does not tell which it is.
+    fn find(&self, presented: &[u8]) -> Option<Pass> {
+        let mut found = None;
+        for (pass, token) in &**self.tokens.load() {
+            if token.matches(presented) {
+                found = Some(*pass);
+            }
+        }
+        found
     }
 
-    /// True if a token is no longer valid, or one is needed where none was.
-    fn replace(&self, tokens: Option<&Tokens>) -> bool {
-        let mut last = self.last.lock();
+    /// True if a token is no longer valid.
+    fn replace(&self, tokens: Option<&Tokens>, mut next: impl FnMut() -> Pass) -> bool {
         let before = self.tokens.load();
         let mut after: Vec<(Pass, Secret)> = Vec::new();
         for token in tokens.into_iter().flat_map(Tokens::iter) {
             let known = before.iter().find(|(_, known)| known.matches(token.bytes()));
-            let pass = known.map_or_else(
-                || {
-                    *last += 1;
-                    Pass(*last)
-                },
-                |(pass, _)| *pass,
-            );
+            let pass = known.map_or_else(&mut next, |(pass, _)| *pass);
             after.push((pass, token.clone()));
         }
         let stays = |pass: Pass| after.iter().any(|(known, _)| *known == pass);
         let dropped = before.iter().any(|(pass, _)| !stays(*pass));
-        let begins = before.is_empty() && !after.is_empty();
         self.tokens.store(Arc::new(after));
-        dropped || begins
+        dropped
     }
 
-    fn is_valid(&self, pass: Pass) -> bool {
-        let tokens = self.tokens.load();
-        tokens.is_empty() || tokens.iter().any(|(known, _)| *known == pass)
+    fn has(&self, pass: Pass) -> bool {
+        self.tokens.load().iter().any(|(known, _)| *known == pass)
+    }
+}
+
+impl Listed {
+    /// Whose token it is. The time it takes tells something of the digest, from which nobody finds the token.
+    fn find(&self, kind: TokenKind, presented: &[u8]) -> Option<Pass> {
+        let now = self.now.load();
+        if now.passes.is_empty() || presented.len() > TOKEN_BYTES_MAX {
+            return None;
+        }
+        let pass = *now.passes.get(&TokenHash::of(presented))?;
+        let may_come = match kind {
+            TokenKind::Client => true,
+            TokenKind::Admin => {
+                now.identities.get(&pass).is_some_and(|who| who.role() == Role::Admin)
+            }
+        };
+        may_come.then_some(pass)
+    }
+
+    /// True if a token is no longer valid, or not for the same rights.
+    fn replace(
+        &self,
+        file: Option<&Identities>,
+        now: SystemTime,
+        mut next: impl FnMut() -> Pass,
+    ) -> bool {
+        let before = self.now.load();
+        let mut after = ListedNow { is_used: file.is_some(), ..ListedNow::default() };
+        let credentials = file.into_iter().flat_map(Identities::credentials);
+        for credential in credentials.filter(|credential| credential.is_valid_at(now)) {
+            let who = &credential.identity;
+            let known = before.passes.get(&credential.hash).copied();
+            let known = known.filter(|pass| before.identities.get(pass) == Some(who));
+            let pass = known.unwrap_or_else(&mut next);
+            after.passes.insert(credential.hash, pass);
+            after.identities.insert(pass, Arc::clone(who));
+        }
+        let dropped = before.identities.keys().any(|pass| !after.identities.contains_key(pass));
+        self.now.store(Arc::new(after));
+        dropped
     }
 }
 
@@ -354,6 +483,26 @@ impl Service {
         self.admit(TokenKind::Client, api, origin, bearer(headers))
     }
 
+    /// Whether somebody may do that; if not, the refusal that the request is answered with. Who may not is counted and
+    /// logged.
+    pub(crate) fn check_right(
+        &self,
+        api: Api,
+        who: &Identity,
+        access: Access<'_>,
+        peer: IpAddr,
+    ) -> Result<(), Refusal> {
+        if who.may(access) {
+            return Ok(());
+        }
+        self.metrics.forbidden(api);
+        let what = "an identity asked for what it may not do";
+        if let Some(suppressed) = self.log_budget.admit(peer, what) {
+            tracing::warn!(%peer, identity = who.name(), suppressed, "{what}");
+        }
+        Err(Refusal::Forbidden)
+    }
+
     /// Whether somebody who presents this token may do what operators do.
     pub(crate) fn admit_operator(
         &self,
@@ -372,12 +521,69 @@ impl Service {
         origin: &Origin,
         headers: &HeaderMap,
     ) -> Result<Pass, Denied> {
-        let presented = headers.get("x-dflockd-admin").map(HeaderValue::as_bytes);
+        let shown = headers.get("x-dflockd-admin").map(HeaderValue::as_bytes);
+        // An operator of the file needs no second token.
+        let own = || bearer(headers).filter(|own| self.auth.find(TokenKind::Admin, own).is_some());
+        let presented = shown.or_else(own);
         let admitted = self.admit_operator(api, origin, presented);
         if admitted == Err(Denied::Wrong) {
             tokio::time::sleep(WRONG_TOKEN_PAUSE).await;
         }
         admitted
+    }
+}
+
+/// What was found to be within the rights of whoever asks for it, so that the engine may see it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Allowed<T>(T);
+
+impl<T> Allowed<T> {
+    /// What the server does by itself, or has asked about already.
+    pub(crate) fn by_server(asked: T) -> Self {
+        Self(asked)
+    }
+
+    /// What is to be done.
+    pub(crate) fn get(self) -> T {
+        self.0
+    }
+}
+
+/// Whoever makes a request over HTTP or gRPC.
+#[derive(Clone)]
+pub(crate) struct Asker {
+    service: Arc<Service>,
+    api: Api,
+    address: IpAddr,
+    pub(crate) who: Who,
+}
+
+impl Asker {
+    pub(crate) fn new(service: &Arc<Service>, api: Api, Peer(address, pass): Peer) -> Self {
+        Self { service: Arc::clone(service), api, address, who: service.auth.who(pass) }
+    }
+
+    /// See [`Service::check_right`].
+    pub(crate) fn check(&self, access: Access<'_>) -> Result<(), Refusal> {
+        self.service.check_right(self.api, &self.who, access, self.address)
+    }
+
+    /// A command that may be sent.
+    pub(crate) fn command<'a>(
+        &self,
+        command: Command<'a>,
+    ) -> Result<Allowed<Command<'a>>, Refusal> {
+        self.check(Access::command(&command)).map(|()| Allowed(command))
+    }
+
+    /// A read that may be asked for.
+    pub(crate) fn query<'a>(&self, query: Query<'a>) -> Result<Allowed<Query<'a>>, Refusal> {
+        self.check(Access::query(&query)).map(|()| Allowed(query))
+    }
+
+    /// A pattern whose keys may be followed.
+    pub(crate) fn pattern<'a>(&self, pattern: &'a [u8]) -> Result<Allowed<&'a [u8]>, Refusal> {
+        self.check(Access::follow(pattern)).map(|()| Allowed(pattern))
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use arc_swap::ArcSwap;
-use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId};
+use dflockd_core::{Command, Outcome, Push, Query, Refusal, RequestId, SessionId, command};
 use dflockd_engine::{
     Api, Attaching, Attachment, Engine, Mailbox, PendingFlushes, Place, Pushed, SessionSecret,
     Submitted,
@@ -18,7 +18,7 @@ use dflockd_engine::{
 use parking_lot::Mutex;
 use tokio::sync::{Notify, oneshot};
 
-use crate::frontend::auth::{Pass, TokenKind};
+use crate::frontend::auth::{Allowed, Pass, TokenKind};
 use crate::frontend::budget::PushBytes;
 use crate::frontend::line::connection::push_bytes;
 use crate::service::Service;
@@ -130,7 +130,8 @@ impl Caller {
     }
 
     /// Executes a command.
-    pub(crate) async fn call(&self, command: Command<'_>) -> Result<Answer, SessionEnded> {
+    pub(crate) async fn call(&self, command: Allowed<Command<'_>>) -> Result<Answer, SessionEnded> {
+        let command = command.get();
         let place = self.service.engine.place(command.key().unwrap_or_default());
         let id = self.next_request();
         let outcome = self.submit(id, false, command).await?;
@@ -142,9 +143,9 @@ impl Caller {
     pub(crate) async fn call_once(
         &self,
         request: RequestId,
-        command: Command<'_>,
+        command: Allowed<Command<'_>>,
     ) -> Result<Outcome, SessionEnded> {
-        self.submit(request, true, command).await
+        self.submit(request, true, command.get()).await
     }
 
     /// Withdraws a request of [`Caller::call_once`] that waits: it is answered as one that was not granted in time.
@@ -165,11 +166,17 @@ impl Caller {
         known.is_some()
     }
 
+    /// The client has seen the results of all requests of the session up to this one.
+    pub(crate) async fn acknowledge(&self, up_to: RequestId) -> Result<(), SessionEnded> {
+        let acknowledge = Command::Acknowledge(command::Acknowledge { up_to });
+        self.call(Allowed::by_server(acknowledge)).await.map(|_| ())
+    }
+
     /// Answers a read.
-    pub(crate) async fn query(&self, query: Query<'_>) -> Result<Outcome, SessionEnded> {
+    pub(crate) async fn query(&self, query: Allowed<Query<'_>>) -> Result<Outcome, SessionEnded> {
         let id = self.next_request();
         let pending = self.expect(id, false, b"");
-        let submitted = self.service.engine.query(&self.me, id, query);
+        let submitted = self.service.engine.query(&self.me, id, query.get());
         pending.resolve(submitted).await
     }
 

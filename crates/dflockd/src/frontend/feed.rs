@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
+use crate::frontend::auth::Allowed;
 use crate::frontend::pool::{Background, Pool};
 
 /// How long it takes at least from one look to the next: what changes meanwhile is seen in one go.
@@ -98,7 +99,7 @@ impl Feed {
     /// with so many patterns: every change costs that, so it is what counts.
     pub(crate) async fn follow(
         &self,
-        pattern: &[u8],
+        pattern: Allowed<&[u8]>,
         patterns: usize,
         after: Option<Revision>,
     ) -> Result<Follower, Refusal> {
@@ -130,7 +131,7 @@ impl Feed {
             reads: Arc::clone(&self.reads),
             pump,
             news,
-            pattern: pattern.into(),
+            pattern: pattern.get().into(),
             after,
             _share: share,
         })
@@ -160,10 +161,10 @@ impl Feed {
     /// The last `max` changes of keys that match that are still known, oldest first.
     pub(crate) async fn recent(
         &self,
-        pattern: &[u8],
+        pattern: Allowed<&[u8]>,
         max: usize,
     ) -> Result<Vec<Change>, Unavailable> {
-        let (engine, pattern) = (Arc::clone(&self.engine), pattern.to_vec());
+        let (engine, pattern) = (Arc::clone(&self.engine), pattern.get().to_vec());
         let recent = read(&self.reads, move || engine.recent_changes(&pattern, max));
         recent.await.ok_or(Unavailable)
     }
@@ -340,7 +341,7 @@ mod tests {
 
     async fn set(caller: &Caller, key: &[u8]) {
         let command = command::KvSet { key, value: b"v", ttl: None };
-        caller.call(Command::KvSet(command)).await.unwrap().told();
+        caller.call(Allowed::by_server(Command::KvSet(command))).await.unwrap().told();
     }
 
     async fn next(follower: &mut Follower) -> Vec<Change> {
@@ -355,7 +356,7 @@ mod tests {
         let caller = Caller::open(&service, Api::Http, "writer".into());
         let mut followers = Vec::new();
         for _ in 0..50 {
-            followers.push(service.feed.follow(b"k.*", 1, None).await.unwrap());
+            followers.push(service.feed.follow(Allowed::by_server(b"k.*"), 1, None).await.unwrap());
         }
         // One of the task, and one of each who came.
         while looks.load(Ordering::SeqCst) < 51 {
@@ -394,7 +395,8 @@ mod tests {
         for round in 0..20 {
             let (service, _) = service();
             let mut writers = Vec::new();
-            let mut follower = service.feed.follow(b">", 1, None).await.unwrap();
+            let mut follower =
+                service.feed.follow(Allowed::by_server(b">"), 1, None).await.unwrap();
             for writer in 0..WRITERS {
                 let service = Arc::clone(&service);
                 writers.push(tokio::spawn(async move {
@@ -432,7 +434,8 @@ mod tests {
         for _ in 0..200 {
             let (service, _) = service();
             let caller = Caller::open(&service, Api::Http, "writer".into());
-            let mut follower = service.feed.follow(b">", 1, None).await.unwrap();
+            let mut follower =
+                service.feed.follow(Allowed::by_server(b">"), 1, None).await.unwrap();
             set(&caller, b"k").await;
             assert_eq!(next(&mut follower).await.len(), 1);
         }

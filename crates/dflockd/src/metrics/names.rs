@@ -89,6 +89,8 @@ metrics! {
         "Those of them whose token was not looked at, because too many were wrong before"
     REVOKED Counter Always "dflockd_revoked_total" ["api"]
         "Connections, sessions, streams and waiting requests that ended because their token was dropped"
+    FORBIDDEN Counter Always "dflockd_forbidden_total" ["api"]
+        "Requests refused because the identity of their client may not do that"
     FOREIGN_PROTOCOLS Counter Always "dflockd_foreign_protocol_total" ["protocol"]
         "Connections that spoke HTTP or TLS to the port of the line protocol and were closed"
     SLOW_READERS Counter Always "dflockd_slow_readers_closed_total" ["api"]

@@ -15,6 +15,7 @@ mod drain;
 mod limits;
 mod operator;
 mod play;
+mod rights;
 mod sessions;
 mod site;
 mod streams;

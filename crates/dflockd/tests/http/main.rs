@@ -32,6 +32,7 @@ mod openapi;
 mod origin;
 mod play;
 mod requests;
+mod rights;
 mod sessions;
 mod site;
 mod streams;

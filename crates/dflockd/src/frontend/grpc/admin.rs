@@ -31,12 +31,11 @@ impl Admin for Services {
         &self,
         request: Request<ForceReleaseRequest>,
     ) -> Result<Response<ForceReleaseResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (Peer(peer, _), request) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let request = request.into_inner();
         let (key, space) = (fields::key(&request.key)?, fields::space(request.mode)?);
         let hold = (key.to_vec(), space, request.fence);
         let reason = fields::reason(&request.reason)?.to_owned();
-        let by = By::address(Api::Grpc, peer);
         let ended =
             operate::end_hold(self.0.service.clone(), self.0.common(), by, hold, reason).await;
         done(&ended.map_err(|_| Refused::unknown())?)?;
@@ -81,10 +80,9 @@ impl Admin for Services {
         &self,
         request: Request<EndSessionRequest>,
     ) -> Result<Response<EndSessionResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (Peer(peer, _), EndSessionRequest { number, reason }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let EndSessionRequest { number, reason } = request.into_inner();
         let reason = fields::reason(&reason)?.to_owned();
-        let by = By::address(Api::Grpc, peer);
         let ended =
             operate::end_session(self.0.service.clone(), self.0.common(), by, number, reason).await;
         let outcome = ended.map_err(|_| Refused::unknown())?;
@@ -101,7 +99,7 @@ impl Admin for Services {
         &self,
         request: Request<AuditRequest>,
     ) -> Result<Response<Self::AuditStream>, Status> {
-        let pass = self.0.check_admin(&request).await?;
+        let (_, pass) = self.0.check_admin(&request).await?;
         let (Peer(peer, _), request) = open(request)?;
         let app = Arc::clone(&self.0);
         let permit = app.sessions.permit(peer)?;
@@ -158,6 +156,7 @@ fn told(record: &Record) -> AuditRecord {
         unix_ms: record.unix_ms,
         api: record.via.name().to_owned(),
         peer: record.peer.as_ref().to_owned(),
+        identity: record.identity.as_ref().to_owned(),
         what: record.event.name().to_owned(),
         reason: record.reason.clone(),
         done: record.done,
@@ -176,12 +175,13 @@ fn told(record: &Record) -> AuditRecord {
 }
 
 impl App {
-    /// Whether a call carries an admin token, and which.
-    pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<Pass, Refused> {
+    /// Whether a call comes from an operator: who that is, and with which token.
+    pub(super) async fn check_admin<T>(&self, request: &Request<T>) -> Result<(By, Pass), Refused> {
         let origin = request.extensions().get::<Origin>().ok_or_else(Refused::internal)?;
         let headers = request.metadata().as_ref();
         let admitted = self.service.admit_admin(Api::Grpc, origin, headers).await;
-        admitted.map_err(|denied| match denied {
+        let by = |pass| By::address(Api::Grpc, origin.address, self.service.auth.who(pass).name());
+        admitted.map(|pass| (by(pass), pass)).map_err(|denied| match denied {
             Denied::Wrong => {
                 let text = "a valid admin token is required";
                 Refused::new(Code::PermissionDenied, Reason::NotAdmin, text)

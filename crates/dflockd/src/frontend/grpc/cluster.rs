@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_engine::{Api, View};
+use dflockd_engine::View;
 use dflockd_replica::admin::AdminRequest;
 use dflockd_replica::policy::{PolicySetting, PolicyValue};
 use dflockd_replica::types::{AutoRelease as Release, Policy as CorePolicy};
@@ -21,7 +21,7 @@ use tonic::{Code, Request, Response, Status};
 
 use super::error::Refused;
 use super::session_calls::ResponseStream;
-use super::{App, Peer, Services, fields, open};
+use super::{App, Peer, Services, fields};
 use crate::audit::{By, run_detached};
 use crate::operate::{self, AdminAction, Done, Settings};
 
@@ -66,58 +66,58 @@ impl Cluster for Services {
     }
 
     async fn add(&self, request: Request<AddRequest>) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, request) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let request = request.into_inner();
         let AddRequest { node, peer_addr, client_addr, witness, reason } = request;
         check_node(&node)?;
         check_address(&peer_addr)?;
         check_address(&client_addr)?;
         let action = AdminRequest::Add { node, peer_addr, client_addr, witness };
-        self.0.change(peer, AdminAction::Ask(action), &reason).await
+        self.0.change(by, AdminAction::Ask(action), &reason).await
     }
 
     async fn promote(
         &self,
         request: Request<PromoteRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, PromoteRequest { node, reason, force }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let PromoteRequest { node, reason, force } = request.into_inner();
         check_node(&node)?;
         let action = AdminAction::Ask(AdminRequest::promote(node, force));
-        self.0.change(peer, action, &reason).await
+        self.0.change(by, action, &reason).await
     }
 
     async fn remove(
         &self,
         request: Request<RemoveRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, RemoveRequest { node, reason, force }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let RemoveRequest { node, reason, force } = request.into_inner();
         check_node(&node)?;
         let action = AdminAction::Ask(AdminRequest::remove(node, force));
-        self.0.change(peer, action, &reason).await
+        self.0.change(by, action, &reason).await
     }
 
     async fn transfer(
         &self,
         request: Request<TransferRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, TransferRequest { node, reason }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let TransferRequest { node, reason } = request.into_inner();
         let to = Some(node).filter(|node| !node.is_empty());
         to.as_deref().map(check_node).transpose()?;
-        self.0.change(peer, AdminAction::Ask(AdminRequest::Transfer { to }), &reason).await
+        self.0.change(by, AdminAction::Ask(AdminRequest::Transfer { to }), &reason).await
     }
 
     async fn snapshot(
         &self,
         request: Request<SnapshotRequest>,
     ) -> Result<Response<SnapshotResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, SnapshotRequest { reason }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let SnapshotRequest { reason } = request.into_inner();
         let reason = if reason.is_empty() { "" } else { fields::reason(&reason)? };
         let index =
-            match self.0.perform(peer, AdminAction::Ask(AdminRequest::Snapshot), reason).await? {
+            match self.0.perform(by, AdminAction::Ask(AdminRequest::Snapshot), reason).await? {
                 Done::Snapshot { index } => index,
                 Done::Changed => return Err(Refused::internal().into()),
             };
@@ -138,40 +138,40 @@ impl Cluster for Services {
         &self,
         request: Request<SetPolicyRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, SetPolicyRequest { set, reason }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let SetPolicyRequest { set, reason } = request.into_inner();
         let settings = settings(&set.unwrap_or_default())?;
-        self.0.change(peer, AdminAction::SetPolicy(settings), &reason).await
+        self.0.change(by, AdminAction::SetPolicy(settings), &reason).await
     }
 
     async fn address(
         &self,
         request: Request<AddressRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, AddressRequest { node, peer_addr, reason }) = open(request)?;
+        let (by, _) = self.0.check_admin(&request).await?;
+        let AddressRequest { node, peer_addr, reason } = request.into_inner();
         check_node(&node)?;
         check_address(&peer_addr)?;
         let action = AdminRequest::Address { node, peer_addr };
-        self.0.change(peer, AdminAction::Ask(action), &reason).await
+        self.0.change(by, AdminAction::Ask(action), &reason).await
     }
 
     async fn finalize(
         &self,
         request: Request<FinalizeRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, FinalizeRequest { reason }) = open(request)?;
-        self.0.change(peer, AdminAction::Ask(AdminRequest::Finalize), &reason).await
+        let (by, _) = self.0.check_admin(&request).await?;
+        let FinalizeRequest { reason } = request.into_inner();
+        self.0.change(by, AdminAction::Ask(AdminRequest::Finalize), &reason).await
     }
 
     async fn drain(
         &self,
         request: Request<DrainRequest>,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.0.check_admin(&request).await?;
-        let (peer, DrainRequest { undo, reason }) = open(request)?;
-        self.0.change(peer, AdminAction::Ask(AdminRequest::Drain { on: !undo }), &reason).await
+        let (by, _) = self.0.check_admin(&request).await?;
+        let DrainRequest { undo, reason } = request.into_inner();
+        self.0.change(by, AdminAction::Ask(AdminRequest::Drain { on: !undo }), &reason).await
     }
 
     type HealthStream = ResponseStream<HealthResponse>;
@@ -220,26 +220,19 @@ impl App {
     /// Changes the cluster for an operator, who must say why.
     async fn change(
         &self,
-        peer: Peer,
+        by: By,
         action: AdminAction,
         reason: &str,
     ) -> Result<Response<ClusterResponse>, Status> {
-        self.perform(peer, action, fields::reason(reason)?).await?;
+        self.perform(by, action, fields::reason(reason)?).await?;
         Ok(Response::new(ClusterResponse {}))
     }
 
-    async fn perform(
-        &self,
-        Peer(peer, _): Peer,
-        action: AdminAction,
-        reason: &str,
-    ) -> Result<Done, Refused> {
+    async fn perform(&self, by: By, action: AdminAction, reason: &str) -> Result<Done, Refused> {
         self.cluster()?;
         let (service, reason) = (Arc::clone(&self.service), reason.to_owned());
-        let done = run_detached(async move {
-            let by = By::address(Api::Grpc, peer);
-            operate::perform(&service, &by, action, &reason).await
-        });
+        let done =
+            run_detached(async move { operate::perform(&service, &by, action, &reason).await });
         done.await.ok_or_else(Refused::internal)?.map_err(by_cluster)
     }
 

@@ -2,7 +2,8 @@
 //!
 //! What a leader proclaims is a KV entry under a name of its own, with the fence of its leadership in front. It is only
 //! replaced by one with a fence that is not lower, so observers never see an earlier leader's value after a later
-//! one's.
+//! one's. Who may campaign for an election may set its value, and who may read its key is told: the entry is the
+//! server's own.
 
 use std::sync::Arc;
 
@@ -23,6 +24,7 @@ use super::error::Refused;
 use super::session_calls::ResponseStream;
 use super::views::{Names, millis};
 use super::{App, Peer, Services, budget, done, fields, open};
+use crate::frontend::auth::{Allowed, Asker};
 use crate::frontend::caller::Caller;
 use crate::frontend::feed::Follower;
 
@@ -82,16 +84,20 @@ impl Elections for Services {
         request: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let pushes = Arc::clone(&budget(&request)?.pushes);
+        let asker = Asker::of(&self.0, &request)?;
         let (Peer(peer, _), request) = open(request)?;
         let key = fields::key(&request.key)?.to_vec();
+        let subscription = Subscription::Leaders { key: &key };
+        let subscribe = Command::Subscribe(command::Subscribe { to: subscription });
+        let subscribe = asker.command(subscribe).map_err(Refused::from)?;
         let app = Arc::clone(&self.0);
         let permit = app.sessions.permit(peer)?;
         let label = format!("observer {peer}");
         let caller = Caller::open_with(&app.service, Api::Grpc, label.into(), pushes);
-        let subscription = Subscription::Leaders { key: &key };
-        let answer = caller.call(Command::Subscribe(command::Subscribe { to: subscription })).await;
+        let answer = caller.call(subscribe).await;
         done(answer.map_err(Refused::from)?.outcome())?;
-        let values = app.service.feed.follow(&value_key(&key), 1, None).await;
+        let values = value_key(&key);
+        let values = app.service.feed.follow(Allowed::by_server(&values), 1, None).await;
         let values = values.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
@@ -198,7 +204,8 @@ impl App {
         &self,
         key: &[u8],
     ) -> Result<Option<(Fence, Vec<u8>, dflockd_core::Revision)>, Refused> {
-        let read = self.common().query(Query::Entry { key: &value_key(key) }).await;
+        let entry = Query::Entry { key: &value_key(key) };
+        let read = self.common().query(Allowed::by_server(entry)).await;
         let Outcome::Entry { value, revision } = read.map_err(|_| Refused::unavailable())? else {
             return Ok(None);
         };
@@ -229,7 +236,8 @@ impl App {
                 value: &entry,
                 ttl: None,
             });
-            let answer = self.common().call(command).await.map_err(|_| Refused::unknown())?;
+            let answer = self.common().call(Allowed::by_server(command)).await;
+            let answer = answer.map_err(|_| Refused::unknown())?;
             let outcome = answer.outcome();
             if matches!(outcome, Outcome::Written(_)) {
                 return Ok(());
@@ -246,10 +254,8 @@ impl App {
         if let Ok(Some((known, _, _))) = self.value(key).await
             && known == fence
         {
-            let _ = self
-                .common()
-                .call(Command::KvDelete(command::KvDelete { key: &value_key(key) }))
-                .await;
+            let delete = Command::KvDelete(command::KvDelete { key: &value_key(key) });
+            let _ = self.common().call(Allowed::by_server(delete)).await;
         }
     }
 }

@@ -154,6 +154,12 @@ impl Refused {
     }
 }
 
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Self {
+        Self::by_core(refusal)
+    }
+}
+
 impl From<SessionEnded> for Refused {
     fn from(_: SessionEnded) -> Self {
         Self::session_gone().perhaps()

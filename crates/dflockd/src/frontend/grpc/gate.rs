@@ -11,6 +11,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, HeaderValue, Request, Response as HttpResponse};
 use bytes::Bytes;
 use dflockd_engine::Api;
+use dflockd_identity::Access;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use parking_lot::Mutex;
 use prost::Message;
@@ -26,7 +27,7 @@ use super::sessions::Executed;
 use super::usage::{InUse, Usage};
 use super::{App, Peer};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
+use crate::frontend::auth::{Asker, Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::frontend::budget::{Budget, PIECE_BYTES, Reserved};
 use crate::frontend::giveback::{Gift, Giving, PolledFrame};
 use crate::metrics::{GrpcMethod, Streams};
@@ -245,6 +246,8 @@ impl App {
             let refused = Refused::bad_request("the content type must be application/grpc");
             return Err(Turned::Away(refused));
         }
+        let asker = Asker::new(&self.service, Api::Grpc, peer);
+        asker.check(Access::OWN).map_err(|refusal| Turned::Away(refusal.into()))?;
         if path.starts_with(CLUSTER) || path.starts_with(REFLECTION) || path == AUDIT {
             return Ok(peer);
         }

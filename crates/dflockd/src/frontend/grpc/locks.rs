@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use dflockd_core::{LockPage, Only};
+use dflockd_identity::Access;
 use dflockd_wire::grpc::locks_server::Locks;
 use dflockd_wire::grpc::{
     AcquireRequest, AcquireResponse, DescribeRequest, DescribeResponse, EnqueueRequest,
@@ -15,6 +16,7 @@ use tonic::{Request, Response, Status};
 use super::error::Refused;
 use super::views::{self, Names};
 use super::{Services, budget, fields, fitting};
+use crate::frontend::auth::Asker;
 use crate::service::ANSWER_BYTES_MAX;
 
 /// Holders and waiters that are named per lock in a list.
@@ -65,10 +67,11 @@ impl Locks for Services {
 
     async fn list(&self, request: Request<ListRequest>) -> Result<Response<ListResponse>, Status> {
         let budget = budget(&request)?;
+        let asker = Asker::of(&self.0, &request)?;
         let ListRequest { prefix, after, limit } = request.into_inner();
         let limit = fields::page(limit)?;
         let after = Some(&after[..]).filter(|after| !after.is_empty());
-        let page = LockPage::new(&prefix, after, limit, Only::All);
+        let page = LockPage::new(asker.who.readable(&prefix), after, limit, Only::All);
         let engine = Arc::clone(&self.0.service.engine);
         let listed = move || {
             let (views, mut next) = engine.locks(page, EACH_MAX)?;
@@ -94,8 +97,10 @@ impl Locks for Services {
         request: Request<DescribeRequest>,
     ) -> Result<Response<DescribeResponse>, Status> {
         let budget = budget(&request)?;
+        let asker = Asker::of(&self.0, &request)?;
         let key = request.into_inner().key;
         fields::key(&key)?;
+        asker.check(Access::read(&key)).map_err(Refused::from)?;
         let engine = Arc::clone(&self.0.service.engine);
         let described = move || {
             let views = engine.inspect(&key, EACH_OF_ONE_MAX)?;

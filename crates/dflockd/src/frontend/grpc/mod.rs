@@ -42,7 +42,7 @@ use self::error::Refused;
 pub(crate) use self::listen::listen;
 use self::sessions::{Details, TTL_MAX, TTL_MIN};
 use crate::config::Config;
-pub(crate) use crate::frontend::auth::Peer;
+pub(crate) use crate::frontend::auth::{Asker, Peer};
 use crate::frontend::budget::Budget;
 use crate::frontend::caller::Common;
 use crate::frontend::rate::RateLimit;
@@ -112,6 +112,12 @@ impl Peer {
     fn of<T>(request: &Request<T>) -> Result<Self, Status> {
         let peer = request.extensions().get::<Self>().copied();
         peer.ok_or_else(|| Refused::internal().into())
+    }
+}
+
+impl Asker {
+    fn of<T>(app: &App, request: &Request<T>) -> Result<Self, Status> {
+        Ok(Self::new(&app.service, Api::Grpc, Peer::of(request)?))
     }
 }
 

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use dflockd_core::{Command, Outcome, RequestId, SessionId, Span, command};
+use dflockd_core::{Command, Outcome, RequestId, SessionId, Span};
 use dflockd_engine::Api;
 use dflockd_wire::grpc::Head;
 use tonic::Status;
@@ -15,6 +15,7 @@ use tonic::Status;
 use super::error::Refused;
 use super::{App, Peer, fields};
 use crate::config::Config;
+use crate::frontend::auth::Asker;
 use crate::frontend::caller::{Answer, Caller, SessionEnded};
 use crate::frontend::caps::{Caps, Total};
 use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
@@ -40,10 +41,12 @@ pub(crate) struct Details {
 pub(crate) struct Client {
     app: Arc<App>,
     asker: Asker,
+    place: Place,
     request: Option<RequestId>,
 }
 
-enum Asker {
+/// Whose its holds are.
+enum Place {
     Session {
         session: Arc<Session>,
         _busy: Busy,
@@ -147,7 +150,13 @@ impl App {
         if head != Head::default() {
             return Err(Refused::bad_request("a request id needs a session"));
         }
-        Ok(Client { app: Arc::clone(self), asker: Asker::Common(self.common()), request: None })
+        let asker = Asker::new(&self.service, Api::Grpc, peer);
+        Ok(Client {
+            app: Arc::clone(self),
+            asker,
+            place: Place::Common(self.common()),
+            request: None,
+        })
     }
 
     /// Asker makes a call that needs a session.
@@ -161,11 +170,12 @@ impl App {
         let (_, session) = self.session(head.session, peer).await?;
         let busy = session.begin();
         if let Some(up_to) = ack_through {
-            session.caller.call(Command::Acknowledge(command::Acknowledge { up_to })).await?;
+            session.caller.acknowledge(up_to).await?;
         }
         Ok(Client {
             app: Arc::clone(self),
-            asker: Asker::Session { session, _busy: busy },
+            asker: Asker::new(&self.service, Api::Grpc, peer),
+            place: Place::Session { session, _busy: busy },
             request,
         })
     }
@@ -189,7 +199,7 @@ impl Client {
     /// Asks for the lease of the session where the command names none.
     pub(crate) fn set_lease(&self, command: &mut Command<'_>) -> Result<(), Refused> {
         if command.lease() == Some(None) {
-            let Asker::Session { session, .. } = &self.asker else {
+            let Place::Session { session, .. } = &self.place else {
                 return Err(Refused::bad_request("a lease or a session is required"));
             };
             command.set_default_lease(session.details.ttl);
@@ -199,9 +209,10 @@ impl Client {
 
     /// Executes a command. Ends early if the server does.
     pub(crate) async fn execute(&self, command: Command<'_>) -> Result<Executed, Refused> {
-        let caller = match &self.asker {
-            Asker::Session { session, .. } => &session.caller,
-            Asker::Common(caller) => caller,
+        let command = self.asker.command(command)?;
+        let caller = match &self.place {
+            Place::Session { session, .. } => &session.caller,
+            Place::Common(caller) => caller,
         };
         let executed = async {
             Ok(match self.request {
@@ -211,10 +222,10 @@ impl Client {
         };
         tokio::select! {
             biased;
-            told = executed => told.map_err(|gone: SessionEnded| match &self.asker {
-                Asker::Session { .. } => Refused::from(gone),
+            told = executed => told.map_err(|gone: SessionEnded| match &self.place {
+                Place::Session { .. } => Refused::from(gone),
                 // That the common session is gone says nothing about the client.
-                Asker::Common(_) => Refused::unknown(),
+                Place::Common(_) => Refused::unknown(),
             }),
             // What can be repeated stays, and may come to something yet.
             () = self.app.drained() => Err(match self.request {

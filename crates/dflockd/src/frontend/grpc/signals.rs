@@ -18,6 +18,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use super::error::Refused;
 use super::session_calls::ResponseStream;
 use super::{App, Peer, Services, budget, done, fields};
+use crate::frontend::auth::Asker;
 use crate::frontend::caller::Caller;
 
 /// What may wait for a reader besides what the session keeps for it.
@@ -42,6 +43,7 @@ impl Signals for Services {
     ) -> Result<Response<Self::SubscribeStream>, Status> {
         let Peer(peer, _) = Peer::of(&request)?;
         let pushes = Arc::clone(&budget(&request)?.pushes);
+        let asker = Asker::of(&self.0, &request)?;
         let mut requests = request.into_inner();
         let app = Arc::clone(&self.0);
         let first = requests.message().await?;
@@ -51,12 +53,12 @@ impl Signals for Services {
         let label = format!("signals {peer}");
         let caller = Caller::open_with(&app.service, Api::Grpc, label.into(), pushes);
         // Refused before the stream begins, where that is seen at once.
-        apply(&caller, &first).await?;
+        apply(&asker, &caller, &first).await?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {
             let _permit = permit;
             let told = tokio::select! {
-                told = listen(&app, &caller, requests, &sender) => told,
+                told = listen(&app, &asker, &caller, requests, &sender) => told,
                 () = sender.closed() => return,
                 () = app.drained() => Err(Refused::draining().into()),
             };
@@ -71,6 +73,7 @@ impl Signals for Services {
 /// Tells signals and takes more wishes until nobody listens.
 async fn listen(
     app: &App,
+    asker: &Asker,
     caller: &Caller,
     mut requests: Streaming<SubscribeRequest>,
     news: &News,
@@ -98,7 +101,7 @@ async fn listen(
             () = caller.gone(), if !unsent.is_empty() => return Err(lagged(app).into()),
             request = requests.message(), if speaks && unsent.is_empty() => match request? {
                 Some(request) => {
-                    apply(caller, &request).await?;
+                    apply(asker, caller, &request).await?;
                     unsent.push_back(applied());
                 }
                 None => speaks = false,
@@ -117,7 +120,7 @@ fn applied() -> SubscribeResponse {
     SubscribeResponse { what: Some(What::Applied(Applied {})) }
 }
 
-async fn apply(caller: &Caller, request: &SubscribeRequest) -> Result<(), Refused> {
+async fn apply(asker: &Asker, caller: &Caller, request: &SubscribeRequest) -> Result<(), Refused> {
     let wanted = |subscription: &Subscription| -> Result<_, Refused> {
         let pattern = fields::pattern(&subscription.pattern)?.to_vec();
         Ok((pattern, fields::group(&subscription.group)?.to_vec()))
@@ -125,17 +128,14 @@ async fn apply(caller: &Caller, request: &SubscribeRequest) -> Result<(), Refuse
     for subscription in &request.add {
         let (pattern, group) = wanted(subscription)?;
         let wanted = Wanted::Signals { pattern: &pattern, group: &group };
-        done(caller.call(Command::Subscribe(command::Subscribe { to: wanted })).await?.outcome())?;
+        let subscribe = asker.command(Command::Subscribe(command::Subscribe { to: wanted }))?;
+        done(caller.call(subscribe).await?.outcome())?;
     }
     for subscription in &request.remove {
         let (pattern, group) = wanted(subscription)?;
         let wanted = Wanted::Signals { pattern: &pattern, group: &group };
-        done(
-            caller
-                .call(Command::Unsubscribe(command::Unsubscribe { from: wanted }))
-                .await?
-                .outcome(),
-        )?;
+        let unsubscribe = Command::Unsubscribe(command::Unsubscribe { from: wanted });
+        done(caller.call(asker.command(unsubscribe)?).await?.outcome())?;
     }
     Ok(())
 }

@@ -22,12 +22,13 @@ use tonic::{Request, Response, Status};
 use super::error::Refused;
 use super::gate::hold;
 use super::{App, Services, budget, fields};
+use crate::frontend::auth::Asker;
 use crate::service::ANSWER_BYTES_MAX;
 
 impl App {
     /// Answers a read.
-    async fn read(&self, query: Query<'_>) -> Result<Outcome, Refused> {
-        let outcome = self.common().query(query).await;
+    async fn read(&self, asker: &Asker, query: Query<'_>) -> Result<Outcome, Refused> {
+        let outcome = self.common().query(asker.query(query)?).await;
         // The common session says nothing about the client's.
         outcome.map_err(|_| Refused::unavailable())
     }
@@ -39,9 +40,10 @@ impl Counters for Services {
         &self,
         request: Request<GetCounterRequest>,
     ) -> Result<Response<CounterResponse>, Status> {
+        let asker = Asker::of(&self.0, &request)?;
         let request = request.into_inner();
         let key = fields::key(&request.key)?;
-        let value = number(&self.0.read(Query::Counter { key }).await?)?;
+        let value = number(&self.0.read(&asker, Query::Counter { key }).await?)?;
         Ok(Response::new(CounterResponse { value }))
     }
 
@@ -64,10 +66,11 @@ impl Counters for Services {
 impl Kv for Services {
     async fn get(&self, request: Request<GetRequest>) -> Result<Response<GetResponse>, Status> {
         let budget = budget(&request)?;
+        let asker = Asker::of(&self.0, &request)?;
         let request = request.into_inner();
         let key = fields::key(&request.key)?;
         let room = budget.answer(self.0.service.value_bytes_max).await;
-        let entry = match self.0.read(Query::Entry { key }).await? {
+        let entry = match self.0.read(&asker, Query::Entry { key }).await? {
             Outcome::Entry { value, revision } => {
                 Some(Entry { value: value.to_vec().into(), revision: revision.0 })
             }
@@ -110,9 +113,10 @@ impl Lists for Services {
         &self,
         request: Request<LengthRequest>,
     ) -> Result<Response<LengthResponse>, Status> {
+        let asker = Asker::of(&self.0, &request)?;
         let request = request.into_inner();
         let key = fields::key(&request.key)?;
-        let length = number(&self.0.read(Query::Length { key }).await?)?;
+        let length = number(&self.0.read(&asker, Query::Length { key }).await?)?;
         Ok(Response::new(LengthResponse { length: length.unsigned_abs() }))
     }
 
@@ -121,17 +125,18 @@ impl Lists for Services {
         request: Request<RangeRequest>,
     ) -> Result<Response<RangeResponse>, Status> {
         let budget = budget(&request)?;
+        let asker = Asker::of(&self.0, &request)?;
         let RangeRequest { key, start, stop } = request.into_inner();
         let key = fields::key(&key)?;
         let room = budget.answer(ANSWER_BYTES_MAX).await;
-        let response = match self.0.read(Query::Range { key, start, stop }).await? {
+        let response = match self.0.read(&asker, Query::Range { key, start, stop }).await? {
             Outcome::Items(items) => RangeResponse { items: messages(items), next: None },
             Outcome::Part(items) if start >= 0 => part(start, items),
             Outcome::Part(_) => {
                 // Where this is from the left end, the only place that can be named for the next page.
-                let length = number(&self.0.read(Query::Length { key }).await?)?;
+                let length = number(&self.0.read(&asker, Query::Length { key }).await?)?;
                 let start = start.saturating_add(length).max(0);
-                match self.0.read(Query::Range { key, start, stop }).await? {
+                match self.0.read(&asker, Query::Range { key, start, stop }).await? {
                     Outcome::Items(items) => RangeResponse { items: messages(items), next: None },
                     Outcome::Part(items) => part(start, items),
                     other => return Err(Refused::by(&other).into()),

@@ -15,6 +15,7 @@ use tonic::{Code, Request, Response, Status};
 use super::error::Refused;
 use super::session_calls::ResponseStream;
 use super::{App, Peer, Services, fields, open};
+use crate::frontend::auth::{Allowed, Asker};
 use crate::frontend::feed::{Compacted, Follower};
 
 /// Patterns of one stream.
@@ -42,8 +43,12 @@ impl Watch for Services {
         &self,
         request: Request<WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
+        let asker = Asker::of(&self.0, &request)?;
         let (Peer(peer, _), request) = open(request)?;
         let filter = Filter::new(&request)?;
+        for pattern in &filter.patterns {
+            asker.pattern(pattern).map_err(Refused::from)?;
+        }
         let app = Arc::clone(&self.0);
         let after = request.after_revision.map(Revision);
         let permit = app.sessions.permit(peer)?;
@@ -54,7 +59,11 @@ impl Watch for Services {
             [only] => only,
             _ => EVERYTHING,
         };
-        let follow = app.service.feed.follow(pattern, filter.patterns.len(), after).await;
+        let follow = app
+            .service
+            .feed
+            .follow(Allowed::by_server(pattern), filter.patterns.len(), after)
+            .await;
         let follower = follow.map_err(Refused::by_core)?;
         let (sender, news) = mpsc::channel(NEWS_MAX);
         tokio::spawn(async move {

@@ -6,7 +6,6 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::Response;
 use dflockd_core::{Outcome, Refusal, SessionId, Space, check};
-use dflockd_engine::Api;
 use dflockd_replica::admin::AdminRequest;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -21,8 +20,8 @@ use super::layers::not_leader;
 use super::openapi_parts::{
     AdminRefusals, InKey, NeedsAdmin, NoCluster, NotFound, NotHeld, Refusals,
 };
-use super::{Admin, App, Peer, Shared, fields};
-use crate::audit::{AuditEvent, By, Record, run_detached};
+use super::{Admin, App, Shared, fields};
+use crate::audit::{AuditEvent, Record, run_detached};
 use crate::operate::{self, is_address, is_node};
 use crate::report::json_bytes;
 
@@ -93,9 +92,8 @@ struct EndSession {
     responses((status = 204, description = "The hold has ended."), NotHeld, AdminRefusals)
 )]
 async fn force_release(
-    _: Admin,
+    Admin(by): Admin,
     State(app): State<Shared>,
-    Peer(peer, _): Peer,
     key: Key,
     Json(body): Json<ForceRelease>,
 ) -> Result<Response, ApiError> {
@@ -106,7 +104,6 @@ async fn force_release(
         LockSpace::Lock => Space::Locks,
         LockSpace::Sem => Space::Semaphores,
     };
-    let by = By::address(Api::Http, peer);
     let hold = (key.0, space, fence);
     let ended =
         operate::end_hold(app.service.clone(), app.common(), by, hold, reason.to_owned()).await;
@@ -127,9 +124,8 @@ async fn force_release(
     responses((status = 204, description = "The session has ended."), NotFound, AdminRefusals)
 )]
 async fn end_session(
-    _: Admin,
+    Admin(by): Admin,
     State(app): State<Shared>,
-    Peer(peer, _): Peer,
     Id(id): Id,
     Json(body): Json<EndSession>,
 ) -> Result<Response, ApiError> {
@@ -140,7 +136,6 @@ async fn end_session(
     if common.id() == SessionId(session) {
         return Err(ApiError::not_found());
     }
-    let by = By::address(Api::Http, peer);
     let ended =
         operate::end_session(app.service.clone(), common, by, session, reason.to_owned()).await;
     let outcome = ended.map_err(|_| ApiError::refused(Refusal::Forgotten))?;
@@ -202,9 +197,8 @@ struct Voter {
     )
 )]
 async fn add_voter(
-    _: Admin,
+    Admin(by): Admin,
     State(app): State<Shared>,
-    Peer(peer, _): Peer,
     Json(body): Json<AddVoter>,
 ) -> Result<Response, ApiError> {
     check_cluster(&app)?;
@@ -222,9 +216,8 @@ async fn add_voter(
         client_addr,
         witness: witness.unwrap_or(false),
     };
-    let added = run_detached(async move {
-        operate::add_voter(&app.service, &By::address(Api::Http, peer), add, promote).await
-    });
+    let added =
+        run_detached(async move { operate::add_voter(&app.service, &by, add, promote).await });
     let result = added.await.ok_or_else(ApiError::internal)?;
     told(result, node_id, "add_voter_failed")
 }
@@ -247,9 +240,8 @@ async fn add_voter(
     )
 )]
 async fn remove_voter(
-    _: Admin,
+    Admin(by): Admin,
     State(app): State<Shared>,
-    Peer(peer, _): Peer,
     Id(node): Id,
     Query(how): Query<HowToRemove>,
 ) -> Result<Response, ApiError> {
@@ -258,9 +250,8 @@ async fn remove_voter(
         return Err(ApiError::bad_request("a node id is 1 to 64 of A-Z a-z 0-9 . _ -"));
     }
     let remove = AdminRequest::remove(node.clone(), how.force.unwrap_or(false));
-    let removal = run_detached(async move {
-        operate::remove_voter(&app.service, &By::address(Api::Http, peer), remove).await
-    });
+    let removal =
+        run_detached(async move { operate::remove_voter(&app.service, &by, remove).await });
     let result = removal.await.ok_or_else(ApiError::internal)?;
     told(result, node, "remove_voter_failed")
 }
@@ -339,6 +330,9 @@ struct AuditEntry {
     /// The address it was asked from, or the member that passed it on.
     #[schema(value_type = String)]
     peer: std::sync::Arc<str>,
+    /// Whose token it came with; empty if another member was asked.
+    #[schema(value_type = String, example = "admin-token")]
+    identity: std::sync::Arc<str>,
     /// `force-release`, `end-session`, `backup`, or the change of the cluster, such as `add`.
     #[schema(value_type = String, example = "force-release")]
     what: &'static str,
@@ -365,6 +359,7 @@ impl AuditEntry {
             unix_ms: record.unix_ms,
             api: record.via.name(),
             peer: record.peer.clone(),
+            identity: record.identity.clone(),
             what: record.event.name(),
             key: None,
             fence: None,

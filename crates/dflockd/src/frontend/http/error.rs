@@ -176,6 +176,12 @@ impl ApiError {
     }
 }
 
+impl From<Refusal> for ApiError {
+    fn from(refusal: Refusal) -> Self {
+        Self::refused(refusal)
+    }
+}
+
 impl From<SessionEnded> for ApiError {
     fn from(_: SessionEnded) -> Self {
         Self::session_gone()

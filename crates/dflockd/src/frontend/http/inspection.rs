@@ -10,10 +10,11 @@ use axum::extract::State;
 use axum::response::Response;
 use dflockd_core::check::{self, KEY_BYTES_MAX};
 use dflockd_core::{
-    HolderView, KeyKind, KeyView, LockKind, LockPage, LockView, Only, Primitive, SessionId, Tally,
-    WaiterView,
+    Contention, HolderView, KeyKind, KeyView, LockKind, LockPage, LockView, Only, Primitive,
+    SessionId, Tally, WaiterView,
 };
 use dflockd_engine::Api;
+use dflockd_identity::Access;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
@@ -25,6 +26,7 @@ use super::error::ApiError;
 use super::openapi_parts::{InKey, NoCluster, NotFound, Refusals};
 use super::streams::ChangeBody;
 use super::{Room, Shared, fields};
+use crate::frontend::auth::Asker;
 use crate::report::{self, Names, json_bytes};
 use crate::service::ANSWER_BYTES_MAX;
 
@@ -166,6 +168,7 @@ struct Waiter {
 )]
 async fn list_locks(
     State(app): State<Shared>,
+    asker: Asker,
     room: Room,
     Query(query): Query<ListLocks>,
 ) -> Result<Response, ApiError> {
@@ -186,7 +189,8 @@ async fn list_locks(
         Some(OnlySome::Held) => Only::Held,
         Some(OnlySome::Waiting) => Only::Waiting,
     };
-    let page = LockPage::new(prefix.as_bytes(), after.as_deref(), limit, only);
+    let within = asker.who.readable(prefix.as_bytes());
+    let page = LockPage::new(within, after.as_deref(), limit, only);
     let service = Arc::clone(&app.service);
     let work = move || {
         let (views, mut next) = service.engine.locks(page, EACH_MAX)?;
@@ -286,7 +290,13 @@ struct BarrierInfo {
     params(InKey),
     responses((status = 200, description = "What the key is.", body = Inspected), NotFound, Refusals)
 )]
-async fn show_key(State(app): State<Shared>, room: Room, key: Key) -> Result<Response, ApiError> {
+async fn show_key(
+    State(app): State<Shared>,
+    asker: Asker,
+    room: Room,
+    key: Key,
+) -> Result<Response, ApiError> {
+    asker.check(Access::read(&key))?;
     let service = Arc::clone(&app.service);
     let work = move || {
         let views = service.engine.inspect(&key, EACH_OF_ONE_MAX)?;
@@ -459,9 +469,11 @@ struct SessionSummary {
 )]
 async fn list_sessions(
     State(app): State<Shared>,
+    asker: Asker,
     room: Room,
     Query(query): Query<ListSessions>,
 ) -> Result<Response, ApiError> {
+    asker.check(Access::SeeAll)?;
     let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
     let after = query.after.as_deref().map_or(Some(0), fields::number);
     let after = after.ok_or_else(|| ApiError::bad_request("after is no number of a session"))?;
@@ -532,13 +544,15 @@ struct ContendedKey {
 )]
 async fn contention(
     State(app): State<Shared>,
+    asker: Asker,
     room: Room,
     Query(query): Query<HowMany>,
 ) -> Result<Response, ApiError> {
     let limit = check::page(query.limit, CONTENTION, PAGE_MAX)?;
     let service = Arc::clone(&app.service);
     let work = move || {
-        let locks = service.engine.contention(limit)?.into_locks();
+        let page = Contention::new(asker.who.readable(b""), limit);
+        let locks = service.engine.contention(page)?.into_locks();
         let keys = locks.map(|lock| ContendedKey {
             key: lossy(&lock.key),
             kind: lock.kind.name(),
@@ -585,11 +599,13 @@ struct EventList {
 )]
 async fn events(
     State(app): State<Shared>,
+    asker: Asker,
     room: Room,
     Query(query): Query<RecentEvents>,
 ) -> Result<Response, ApiError> {
     let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
     let pattern = check::pattern(query.pattern.as_deref().unwrap_or(">").as_bytes())?;
+    let pattern = asker.pattern(pattern)?;
     let reading = async {
         let changes = app.service.feed.recent(pattern, limit).await;
         let changes = changes.map_err(|_| ApiError::unavailable())?;

@@ -16,6 +16,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
 use axum::routing::future::RouteFuture;
 use dflockd_engine::{Api, Leader};
+use dflockd_identity::Access;
 use tokio::time::Sleep;
 use tower::{Layer, Service};
 
@@ -23,7 +24,7 @@ use super::cors::{Allowed, preflight};
 use super::error::ApiError;
 use super::{App, Peer, Shared, origin};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
+use crate::frontend::auth::{Asker, Denied, Origin, Pass, Revocable, WRONG_TOKEN_PAUSE};
 use crate::telemetry::RequestTrace;
 
 /// Puts [`ApiService`] around each route.
@@ -160,6 +161,11 @@ impl App {
                 Refused::Later(challenge(ApiError::unauthorized()))
             }
         })?;
+        // Whoever may have no session is here for the metrics only.
+        if kind != Kind::Metrics {
+            let asker = Asker::new(&self.service, Api::Http, peer);
+            asker.check(Access::OWN).map_err(|refusal| Refused::Now(refusal.into()))?;
+        }
         // What was asked of this server is told by no other.
         if kind == Kind::Api && request.uri().path() != AUDIT {
             self.is_served_here(request.method()).map_err(Refused::Now)?;

@@ -16,7 +16,7 @@ use super::openapi_parts::{
     AcquireConflict, EnqueueConflict, InKey, NeedsSession, NotHeld, Referred, Refusals,
     SessionGone, WaitConflict,
 };
-use super::sessions::{InSession, Session};
+use super::sessions::{InSession, OwnSession};
 
 /// Makes the routes of a list: `name: path, tag, verb(mode)`, or the space of the key where a verb needs no mode. All
 /// are POST requests of a session. What a verb takes and answers is here, once for all kinds of locks; what it does is
@@ -234,7 +234,7 @@ struct Renew {
 
 async fn acquire(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     mode: Mode,
     Json(body): Json<Acquire>,
 ) -> Result<Response, ApiError> {
@@ -245,7 +245,7 @@ async fn acquire(
 
 async fn acquire_slot(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     Json(body): Json<AcquireSemaphore>,
 ) -> Result<Response, ApiError> {
     let mode = Mode::Semaphore { limit: fields::count(body.limit)? };
@@ -260,7 +260,7 @@ async fn acquire_slot(
 
 async fn enqueue(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     mode: Mode,
     body: Option<Json<Enqueue>>,
 ) -> Result<Response, ApiError> {
@@ -271,7 +271,7 @@ async fn enqueue(
 
 async fn enqueue_slot(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     Json(body): Json<EnqueueSemaphore>,
 ) -> Result<Response, ApiError> {
     let mode = Mode::Semaphore { limit: fields::count(body.limit)? };
@@ -281,7 +281,7 @@ async fn enqueue_slot(
 
 async fn wait(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     space: Space,
     Json(body): Json<Wait>,
 ) -> Result<Response, ApiError> {
@@ -291,7 +291,7 @@ async fn wait(
 
 /// Executes a command that may give the session a lock.
 async fn claim<'a>(
-    session: &Session,
+    session: &OwnSession,
     command: impl Into<Command<'a>>,
 ) -> Result<Response, ApiError> {
     answer::grant(session.claim().await?.call(command.into()).await?)
@@ -299,7 +299,7 @@ async fn claim<'a>(
 
 async fn release(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     space: Space,
     resign: bool,
     Json(body): Json<Release>,
@@ -313,7 +313,7 @@ async fn release(
 
 async fn renew(
     key: &Key,
-    session: &Session,
+    session: &OwnSession,
     space: Space,
     Json(body): Json<Renew>,
 ) -> Result<Response, ApiError> {

@@ -44,9 +44,10 @@ use self::layers::ApiLayer;
 pub(crate) use self::listen::listen;
 use self::origin::Hosts;
 use self::sessions::Turn;
+use crate::audit::By;
 use crate::config::Config;
 pub(crate) use crate::frontend::auth::Peer;
-use crate::frontend::auth::{Denied, Origin};
+use crate::frontend::auth::{Asker, Denied, Origin};
 use crate::frontend::budget::{Budget, Pieces};
 use crate::frontend::caller::{Caller, Common};
 use crate::frontend::rate::RateLimit;
@@ -176,9 +177,18 @@ impl FromRequestParts<Shared> for Peer {
     }
 }
 
-/// Proof that the request carries the admin token. The first argument of a handler, so that nothing is looked at
-/// before.
-pub(crate) struct Admin;
+impl FromRequestParts<Shared> for Asker {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
+        let peer = Peer::from_request_parts(parts, app).await?;
+        Ok(Self::new(&app.service, Api::Http, peer))
+    }
+}
+
+/// Proof that the request comes from an operator, and who that is. The first argument of a handler, so that nothing is
+/// looked at before.
+pub(crate) struct Admin(By);
 
 impl FromRequestParts<Shared> for Admin {
     type Rejection = ApiError;
@@ -186,7 +196,8 @@ impl FromRequestParts<Shared> for Admin {
     async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
         let origin = parts.extensions.get::<Origin>().ok_or_else(ApiError::internal)?;
         let admitted = app.service.admit_admin(Api::Http, origin, &parts.headers).await;
-        admitted.map(|_| Self).map_err(|denied| match denied {
+        let by = |pass| By::address(Api::Http, origin.address, app.service.auth.who(pass).name());
+        admitted.map(|pass| Self(by(pass))).map_err(|denied| match denied {
             Denied::Wrong => ApiError::admin_unauthorized(),
             Denied::TooMany => ApiError::auth_throttled(),
             Denied::Disabled => ApiError::admin_disabled(),

@@ -10,9 +10,10 @@ use super::openapi_parts::refusal;
 /// Refusals that every route can give because of what stands before it, with their codes.
 const EVERYWHERE: [(&str, &str); 3] =
     [("401", "`unauthorized`"), ("429", "`rate_limited`"), ("503", "`draining`, `not_leader`")];
-/// Refusals of servers without a token: of requests that the page of somebody else may have made.
-const WITHOUT_A_TOKEN: [(&str, &str); 2] =
-    [("403", "`origin_not_allowed`"), ("421", "`host_not_allowed`")];
+/// What is not for everybody: refusals of identities without the right to it, and where there is no token of requests
+/// that the page of somebody else may have made.
+const NOT_PUBLIC: [(&str, &str); 2] =
+    [("403", "`forbidden`, `origin_not_allowed`"), ("421", "`host_not_allowed`")];
 /// A refusal of requests that may have a body.
 const OF_BODIES: (&str, &str) = ("415", "`unsupported_media_type`");
 /// What is told whoever asks, by whatever name.
@@ -50,7 +51,7 @@ pub(crate) fn text(mut document: OpenApi) -> Bytes {
         ];
         for (may_have_body, operation) in operations {
             let Some(operation) = operation else { continue };
-            let own = if PUBLIC.contains(&path.as_str()) { &[][..] } else { &WITHOUT_A_TOKEN };
+            let own = if PUBLIC.contains(&path.as_str()) { &[][..] } else { &NOT_PUBLIC };
             let body = Some(&OF_BODIES).filter(|_| may_have_body);
             for &(status, codes) in EVERYWHERE.iter().chain(own).chain(body) {
                 let responses = &mut operation.responses.responses;

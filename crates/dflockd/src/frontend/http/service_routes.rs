@@ -15,6 +15,7 @@ use utoipa_axum::routes;
 use super::body::{json_response, reply, reply_with};
 use super::error::ApiError;
 use super::{Room, Shared};
+use crate::frontend::auth::Asker;
 use crate::metrics;
 
 pub(crate) fn routes() -> OpenApiRouter<Shared> {
@@ -83,11 +84,11 @@ async fn ready(State(app): State<Shared>) -> Response {
     tag = "service",
     responses((status = 200, description = "The state", body = Object)),
 )]
-async fn stats(State(app): State<Shared>, room: Room) -> Result<Response, ApiError> {
+async fn stats(State(app): State<Shared>, asker: Asker, room: Room) -> Result<Response, ApiError> {
     let asked = app.service.engine.clock().now().0;
     let service = std::sync::Arc::clone(&app.service);
     let work = move || {
-        let mut line = service.stats(asked).to_vec();
+        let mut line = service.stats_for(&asker.who, asked).to_vec();
         line.push(b'\n');
         Some(Ok(line))
     };

@@ -17,6 +17,7 @@ use tokio::sync::MutexGuard;
 use super::error::ApiError;
 use super::{App, Peer, Room, Shared};
 use crate::config::Config;
+use crate::frontend::auth::Asker;
 use crate::frontend::caller::{Answer, Caller};
 use crate::frontend::caps::{Caps, Full, Permit, Total};
 use crate::frontend::sessions::{self, Busy, NoSession, SessionKey, SessionStore};
@@ -39,9 +40,16 @@ pub(crate) struct Hidden {
     _permit: Permit,
 }
 
+/// A session, and whoever asks in it.
+pub(crate) struct OwnSession {
+    session: Arc<Session>,
+    asker: Asker,
+}
+
 /// A session whose turn it is.
 pub(crate) struct Claim<'a> {
     session: &'a Session,
+    asker: &'a Asker,
     _turn: MutexGuard<'a, ()>,
     _busy: Busy,
 }
@@ -103,9 +111,10 @@ impl App {
         &self,
         headers: &HeaderMap,
         peer: Peer,
-    ) -> Result<Arc<Session>, ApiError> {
+    ) -> Result<OwnSession, ApiError> {
         let id = session_id(headers)?;
-        self.session_by_id(id, peer).await.map(|(_, session)| session)
+        let (_, session) = self.session_by_id(id, peer).await?;
+        Ok(OwnSession { session, asker: Asker::new(&self.service, Api::Http, peer) })
     }
 
     /// The session with this id; one that comes from another member counts for `peer`.
@@ -178,26 +187,30 @@ impl Session {
             ApiError::session_gone()
         }
     }
+}
 
+impl OwnSession {
     /// Waits for the session's turn. From now on it is in use.
     pub(crate) async fn claim(&self) -> Result<Claim<'_>, ApiError> {
-        let busy = self.begin();
+        let Self { session, asker } = self;
+        let busy = session.begin();
         let turn = tokio::select! {
             biased;
-            turn = self.details.lock() => turn,
-            () = self.caller.gone() => return Err(self.gone()),
-            () = self.caller.drained() => return Err(ApiError::draining()),
+            turn = session.details.lock() => turn,
+            () = session.caller.gone() => return Err(session.gone()),
+            () = session.caller.drained() => return Err(ApiError::draining()),
         };
-        if self.caller.is_gone() {
-            return Err(self.gone());
+        if session.caller.is_gone() {
+            return Err(session.gone());
         }
-        Ok(Claim { session: self, _turn: turn, _busy: busy })
+        Ok(Claim { session, asker, _turn: turn, _busy: busy })
     }
 }
 
 impl Claim<'_> {
     /// Executes a command. Ends early if the session or the server does.
     pub(crate) async fn call(&self, command: Command<'_>) -> Result<Answer, ApiError> {
+        let command = self.asker.command(command)?;
         tokio::select! {
             biased;
             answer = self.session.caller.call(command) => answer.map_err(|_| self.session.gone()),
@@ -223,7 +236,7 @@ impl Deref for Hidden {
 }
 
 /// The session that the request's header names, as an argument of a handler.
-pub(crate) struct InSession(pub(crate) Arc<Session>);
+pub(crate) struct InSession(pub(crate) OwnSession);
 
 impl FromRequestParts<Shared> for InSession {
     type Rejection = ApiError;

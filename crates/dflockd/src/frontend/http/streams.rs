@@ -32,7 +32,7 @@ use super::error::ApiError;
 use super::openapi_parts::{InKey, Refusals};
 use super::sessions::Hidden;
 use super::{Peer, Room, Shared, fields};
-use crate::frontend::auth::{Pass, TokenKind};
+use crate::frontend::auth::{Asker, Pass, TokenKind};
 use crate::frontend::caps::Permit;
 use crate::frontend::feed::{Compacted, Follower};
 use crate::frontend::giveback::PolledFrame;
@@ -111,6 +111,7 @@ struct Watch {
 async fn listen(
     State(app): State<Shared>,
     peer: Peer,
+    asker: Asker,
     room: Room,
     cut: Cut,
     Query(query): Query<Listen>,
@@ -119,7 +120,7 @@ async fn listen(
     let group = query.group.unwrap_or_default();
     let group = check::group(group.as_bytes())?;
     let session = app.hidden(peer, &room, &format!("signals {}", peer.0))?;
-    subscribe(&session, Subscription::Signals { pattern, group }).await?;
+    subscribe(&asker, &session, Subscription::Signals { pattern, group }).await?;
     Ok(stream(&app, peer, cut, Pushes(session)))
 }
 
@@ -138,12 +139,13 @@ async fn listen(
 async fn observe(
     State(app): State<Shared>,
     peer: Peer,
+    asker: Asker,
     room: Room,
     cut: Cut,
     key: Key,
 ) -> Result<Response, ApiError> {
     let session = app.hidden(peer, &room, &format!("observer {}", peer.0))?;
-    subscribe(&session, Subscription::Leaders { key: &key }).await?;
+    subscribe(&asker, &session, Subscription::Leaders { key: &key }).await?;
     Ok(stream(&app, peer, cut, Pushes(session)))
 }
 
@@ -168,6 +170,7 @@ async fn observe(
 async fn watch(
     State(app): State<Shared>,
     peer: Peer,
+    asker: Asker,
     cut: Cut,
     headers: HeaderMap,
     Query(query): Query<Watch>,
@@ -178,6 +181,7 @@ async fn watch(
         None => query.after.as_deref(),
     };
     let mut after = seen.map(fields::revision).transpose()?;
+    let pattern = asker.pattern(pattern)?;
     let permit = app.sessions.permit(peer.0)?;
     let lost = app.service.feed.not_reached(after);
     after = lost.or(after);
@@ -191,8 +195,9 @@ fn required(pattern: Option<&str>) -> Result<&str, ApiError> {
     pattern.ok_or_else(|| ApiError::bad_request("pattern required"))
 }
 
-async fn subscribe(session: &Hidden, to: Subscription<'_>) -> Result<(), ApiError> {
-    let answer = session.call(Command::Subscribe(command::Subscribe { to })).await?;
+async fn subscribe(asker: &Asker, session: &Hidden, to: Subscription<'_>) -> Result<(), ApiError> {
+    let subscribe = asker.command(Command::Subscribe(command::Subscribe { to }))?;
+    let answer = session.call(subscribe).await?;
     let outcome = answer.outcome();
     if *outcome == Outcome::Done { Ok(()) } else { Err(answer::refused(outcome)) }
 }

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-use axum::extract::{FromRequestParts, State};
+use axum::extract::FromRequestParts;
 use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use axum::response::Response;
@@ -26,6 +26,7 @@ use super::openapi_parts::{
 };
 use super::sessions::InSession;
 use super::{App, Peer, Room, Shared, fields};
+use crate::frontend::auth::Asker;
 use crate::frontend::caller::{Answer, SessionEnded};
 use crate::report;
 use crate::service::ANSWER_BYTES_MAX;
@@ -48,20 +49,36 @@ pub(crate) fn routes() -> OpenApiRouter<Shared> {
         .routes(routes!(publish))
 }
 
-impl App {
-    /// Executes a command that needs no session. Nobody can withdraw it.
-    pub(super) async fn call_common(&self, command: Command<'_>) -> Result<Answer, ApiError> {
+/// Who asks for something that needs no session.
+struct InCommon {
+    app: Shared,
+    asker: Asker,
+}
+
+impl FromRequestParts<Shared> for InCommon {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, app: &Shared) -> Result<Self, ApiError> {
+        let asker = Asker::from_request_parts(parts, app).await?;
+        Ok(Self { app: Shared::clone(app), asker })
+    }
+}
+
+impl InCommon {
+    /// Executes a command. Nobody can withdraw it.
+    async fn call(&self, command: Command<'_>) -> Result<Answer, ApiError> {
         // The session was the server's own, so its end is nothing the client could understand.
-        let answer = self.common().call(command).await;
+        let answer = self.app.common().call(self.asker.command(command)?).await;
         answer.map_err(|SessionEnded| ApiError::refused(Refusal::Forgotten))
     }
 
     /// Answers a read.
-    async fn query_common(&self, query: Query<'_>) -> Result<Outcome, ApiError> {
-        match self.common().query(query).await {
+    async fn query(&self, query: Query<'_>) -> Result<Outcome, ApiError> {
+        let query = self.asker.query(query)?;
+        match self.app.common().query(query).await {
             Ok(outcome) => Ok(outcome),
             Err(SessionEnded) => {
-                let again = self.common().query(query).await;
+                let again = self.app.common().query(query).await;
                 again.map_err(|SessionEnded| ApiError::unavailable())
             }
         }
@@ -110,8 +127,8 @@ struct SetCounter {
     params(InKey),
     responses((status = 200, description = "Its value.", body = Counter), Refusals)
 )]
-async fn get_counter(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    let outcome = app.query_common(Query::Counter { key: &key }).await?;
+async fn get_counter(common: InCommon, key: Key) -> Result<Response, ApiError> {
+    let outcome = common.query(Query::Counter { key: &key }).await?;
     answer::number(&outcome).map(Counter::reply)
 }
 
@@ -125,12 +142,11 @@ async fn get_counter(State(app): State<Shared>, key: Key) -> Result<Response, Ap
     responses((status = 200, description = "Its new value.", body = Counter), Refusals)
 )]
 async fn set_counter(
-    State(app): State<Shared>,
+    common: InCommon,
     key: Key,
     Json(SetCounter { value }): Json<SetCounter>,
 ) -> Result<Response, ApiError> {
-    let answer =
-        app.call_common(Command::CounterSet(command::CounterSet { key: &key, value })).await?;
+    let answer = common.call(Command::CounterSet(command::CounterSet { key: &key, value })).await?;
     match answer.outcome() {
         Outcome::Done => Ok(Counter::reply(value)),
         other => Err(answer::refused(other)),
@@ -147,7 +163,7 @@ async fn set_counter(
     responses((status = 200, description = "Its new value.", body = Counter), CounterConflict, Refusals)
 )]
 async fn add_counter(
-    State(app): State<Shared>,
+    common: InCommon,
     key: Key,
     Json(Add { delta }): Json<Add>,
 ) -> Result<Response, ApiError> {
@@ -156,8 +172,7 @@ async fn add_counter(
         Some(less) if delta < 0 => (less, true),
         Some(_) | None => (delta, false),
     };
-    let answer =
-        app.call_common(Command::Add(command::Add { key: &key, delta, decrement })).await?;
+    let answer = common.call(Command::Add(command::Add { key: &key, delta, decrement })).await?;
     answer::number(answer.outcome()).map(Counter::reply)
 }
 
@@ -239,9 +254,9 @@ impl PutEntry {
     params(InKey),
     responses((status = 200, description = "The entry, or that there is none.", body = Entry<'_>), Refusals)
 )]
-async fn get_entry(State(app): State<Shared>, room: Room, key: Key) -> Result<Response, ApiError> {
+async fn get_entry(common: InCommon, room: Room, key: Key) -> Result<Response, ApiError> {
     let reading = async {
-        match app.query_common(Query::Entry { key: &key }).await? {
+        match common.query(Query::Entry { key: &key }).await? {
             Outcome::Entry { value, revision } => Ok(body::json_line(&Entry {
                 status: "ok",
                 value: Some(text(&value)),
@@ -253,7 +268,7 @@ async fn get_entry(State(app): State<Shared>, room: Room, key: Key) -> Result<Re
             other => Err(answer::refused(&other)),
         }
     };
-    room.read(app.service.value_bytes_max, reading).await
+    room.read(common.app.service.value_bytes_max, reading).await
 }
 
 /// Sets an entry, if it is as expected.
@@ -266,7 +281,7 @@ async fn get_entry(State(app): State<Shared>, room: Room, key: Key) -> Result<Re
     responses((status = 200, description = "Set, or not as expected.", body = Put), Refusals)
 )]
 async fn put_entry(
-    State(app): State<Shared>,
+    common: InCommon,
     key: Key,
     Json(body): Json<PutEntry>,
 ) -> Result<Response, ApiError> {
@@ -278,7 +293,7 @@ async fn put_entry(
             Command::KvCompareAndSet(command::KvCompareAndSet { key, expect, value, ttl })
         }
     };
-    let answer = app.call_common(command).await?;
+    let answer = common.call(command).await?;
     match answer.outcome() {
         Outcome::Written(revision) => {
             Ok(reply(&Put { status: "ok", revision: Some(Decimal(revision.0)) }))
@@ -296,8 +311,8 @@ async fn put_entry(
     params(InKey),
     responses((status = 204, description = "There is none now."), Refusals)
 )]
-async fn delete_entry(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    let answer = app.call_common(Command::KvDelete(command::KvDelete { key: &key })).await?;
+async fn delete_entry(common: InCommon, key: Key) -> Result<Response, ApiError> {
+    let answer = common.call(Command::KvDelete(command::KvDelete { key: &key })).await?;
     answer::done(answer.outcome())
 }
 
@@ -400,14 +415,10 @@ struct Bounds {
         Refusals
     )
 )]
-async fn push(
-    State(app): State<Shared>,
-    key: Key,
-    Json(body): Json<Push>,
-) -> Result<Response, ApiError> {
+async fn push(common: InCommon, key: Key, Json(body): Json<Push>) -> Result<Response, ApiError> {
     let (end, value) =
         (body.end.map_or(End::Right, End::from), check::value(body.value.as_bytes())?);
-    let answer = app.call_common(Command::Push(command::Push { key: &key, end, value })).await?;
+    let answer = common.call(Command::Push(command::Push { key: &key, end, value })).await?;
     Ok(reply(&Length { length: answer::number(answer.outcome())? }))
 }
 
@@ -425,7 +436,7 @@ async fn push(
     )
 )]
 async fn pop(
-    State(app): State<Shared>,
+    common: InCommon,
     key: Key,
     peer: Peer,
     headers: HeaderMap,
@@ -436,11 +447,11 @@ async fn pop(
     let wait = fields::wait(body.timeout_s, body.timeout_ms)?;
     let command = |wait| Command::Pop(command::Pop { key: &key, end, wait });
     let answer = if wait > Span::ZERO {
-        let session = app.session(&headers, peer).await?;
+        let session = common.app.session(&headers, peer).await?;
         let claim = session.claim().await?;
         claim.call(command(Some(wait))).await?
     } else {
-        app.call_common(command(None)).await?
+        common.call(command(None)).await?
     };
     let told = match answer.outcome() {
         // Cheap to share, and the answer is about to move.
@@ -461,7 +472,7 @@ async fn pop(
     responses((status = 200, description = "The items.", body = Items<'_>), Refusals)
 )]
 async fn range(
-    State(app): State<Shared>,
+    common: InCommon,
     room: Room,
     key: Key,
     body::Query(bounds): body::Query<Bounds>,
@@ -470,20 +481,20 @@ async fn range(
     let limit = check::page(bounds.limit, ITEMS_MAX, ITEMS_MAX)?;
     let limit = if bounds.limit.is_some() { limit } else { usize::MAX };
     let reading = async {
-        let (items, all) = app.items(&key, start, stop).await?;
+        let (items, all) = common.items(&key, start, stop).await?;
         let first = (start >= 0).then_some(start);
-        if let Some(text) = app.page(items, all, first, limit).await? {
+        if let Some(text) = common.app.page(items, all, first, limit).await? {
             return Ok(text);
         }
         // Where this is from the left end, the only place that can be named for the next page.
-        let first = start.saturating_add(app.length(&key).await?).max(0);
-        let (items, all) = app.items(&key, first, stop).await?;
-        app.page(items, all, Some(first), limit).await?.ok_or_else(ApiError::internal)
+        let first = start.saturating_add(common.length(&key).await?).max(0);
+        let (items, all) = common.items(&key, first, stop).await?;
+        common.app.page(items, all, Some(first), limit).await?.ok_or_else(ApiError::internal)
     };
     room.read(ANSWER_BYTES_MAX, reading).await
 }
 
-impl App {
+impl InCommon {
     /// Items of a list, or the first of them; whether these are all.
     async fn items(
         &self,
@@ -491,13 +502,19 @@ impl App {
         start: i64,
         stop: i64,
     ) -> Result<(Vec<Bytes>, bool), ApiError> {
-        match self.query_common(Query::Range { key, start, stop }).await? {
+        match self.query(Query::Range { key, start, stop }).await? {
             Outcome::Items(items) => Ok((items, true)),
             Outcome::Part(items) => Ok((items, false)),
             other => Err(answer::refused(&other)),
         }
     }
 
+    async fn length(&self, key: &[u8]) -> Result<i64, ApiError> {
+        answer::number(&self.query(Query::Length { key }).await?)
+    }
+}
+
+impl App {
     /// The JSON of items, made elsewhere if they are many; none if not all of them fit and it is not known where the
     /// first is.
     async fn page(
@@ -513,10 +530,6 @@ impl App {
             return Ok(page());
         }
         self.service.looks.wait(page).await.ok_or_else(ApiError::internal)
-    }
-
-    async fn length(&self, key: &[u8]) -> Result<i64, ApiError> {
-        answer::number(&self.query_common(Query::Length { key }).await?)
     }
 }
 
@@ -548,8 +561,8 @@ fn fitting(items: &[Bytes], limit: usize) -> usize {
     params(InKey),
     responses((status = 200, description = "0 if there is no such list.", body = Length), Refusals)
 )]
-async fn length(State(app): State<Shared>, key: Key) -> Result<Response, ApiError> {
-    Ok(reply(&Length { length: app.length(&key).await? }))
+async fn length(common: InCommon, key: Key) -> Result<Response, ApiError> {
+    Ok(reply(&Length { length: common.length(&key).await? }))
 }
 
 // ---- Barriers ----
@@ -643,13 +656,13 @@ struct Published {
     responses((status = 200, description = "Sent.", body = Published), Refusals)
 )]
 async fn publish(
-    State(app): State<Shared>,
+    common: InCommon,
     Channel(channel): Channel,
     Json(Publish { payload }): Json<Publish>,
 ) -> Result<Response, ApiError> {
     let payload = check::payload(&channel, payload.as_bytes())?;
     let answer =
-        app.call_common(Command::Signal(command::Signal { channel: &channel, payload })).await?;
+        common.call(Command::Signal(command::Signal { channel: &channel, payload })).await?;
     Ok(reply(&Published { delivered: answer::number(answer.outcome())? }))
 }
 

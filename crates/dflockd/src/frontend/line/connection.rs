@@ -21,6 +21,7 @@ use dflockd_core::{
     Bytes, Command, Outcome, Refusal, RequestId, SessionId, Span, Timestamp, command,
 };
 use dflockd_engine::{Api, Attachment, PendingFlushes, Place, Submitted};
+use dflockd_identity::Access;
 use dflockd_replica::types::AutoRelease;
 use dflockd_wire::{Decoded, Decoder, ErrorCode, Frame, Op, ParseError, Request, Response, Unit};
 
@@ -31,7 +32,7 @@ pub use self::inbox::{Inbox, Message, Text};
 use self::undecided::Undecided;
 use crate::audit::{AuditEvent, By, Via};
 use crate::frontend::admission::NotServed;
-use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE};
+use crate::frontend::auth::{Denied, Origin, Pass, TokenKind, WRONG_TOKEN_PAUSE, Who};
 use crate::frontend::line::foreign::{FirstLine, Verdict};
 use crate::frontend::line::translate::{self, ClientFeatures};
 use crate::frontend::pool::Pool;
@@ -69,6 +70,10 @@ pub struct Connection {
     origin: Origin,
     /// The token it came with.
     pass: Pass,
+    /// Whose token that is.
+    who: Who,
+    /// Whose token the last request of an operator came with.
+    operator: Option<Who>,
     /// How often tokens had been dropped when that was last looked at.
     generation: u64,
     /// A refusal that is told when the pause is over, and the number of its request.
@@ -190,6 +195,7 @@ impl Connection {
     pub fn new(service: Arc<Service>, inbox: Arc<Inbox>, me: Attachment, peer: Arc<str>) -> Self {
         let now = service.engine.clock().now();
         let phase = if service.auth.is_required() { Phase::Stranger } else { Phase::Ready };
+        let who = service.auth.who(Pass::OPEN);
         let client_features = ClientFeatures {
             fence: service.wire_fence,
             lease_status: service.wire_fence,
@@ -204,6 +210,8 @@ impl Connection {
             peer,
             origin: Origin::new(IpAddr::from(Ipv4Addr::LOCALHOST)),
             pass: Pass::OPEN,
+            who,
+            operator: None,
             generation: 0,
             refusal: None,
             failed_attaches: 0,
@@ -805,6 +813,7 @@ impl Connection {
             return self.refuse_for_drain(None);
         }
         self.pass = pass;
+        self.who = self.service.auth.who(pass);
         self.phase = Phase::Ready;
         self.respond(None, &Response::Ok);
     }
@@ -849,6 +858,9 @@ impl Connection {
                 return self.respond(number, &Response::NotLeader(leader.line.as_deref()));
             }
         }
+        if let Err(refusal) = self.check_right(request) {
+            return self.respond(number, &Response::Error(refusal.spec().line));
+        }
         let was_fresh = std::mem::replace(&mut self.fresh, false);
         let id = self.request_id(number);
         if let Some(open) = &self.open
@@ -862,7 +874,7 @@ impl Connection {
             && !matches!(request, Request::Cluster { verb: operate::STATUS, .. })
         {
             match self.service.admit_operator(Api::Line, &self.origin, Some(token)) {
-                Ok(_) => {}
+                Ok(pass) => self.operator = Some(self.service.auth.who(pass)),
                 Err(Denied::Unaudited) => {
                     return self.respond(number, &Response::Error(ErrorCode::Error));
                 }
@@ -936,6 +948,26 @@ impl Connection {
         }
     }
 
+    /// Whether the client may ask for that. What operators do, they prove with a token in the request.
+    fn check_right(&self, request: &Request<'_>) -> Result<(), Refusal> {
+        let access = match request {
+            Request::Command(command) => Access::command(command),
+            Request::Query(query) => Access::query(query),
+            Request::Inspect { key } => Access::read(key),
+            // It shows what the client may see.
+            Request::Stats | Request::Ls { .. } => Access::OWN,
+            Request::Members
+            | Request::Barrier
+            | Request::Hello { .. }
+            | Request::StableRef { .. }
+            | Request::ForceRelease { .. }
+            | Request::EndSession { .. }
+            | Request::Cluster { .. } => Access::OWN,
+            Request::Auth { .. } | Request::Ping => return Ok(()),
+        };
+        self.service.check_right(Api::Line, &self.who, access, self.origin.address)
+    }
+
     /// Whether a request is served here and now.
     fn check_served(&self, op: Op) -> Result<(), NotServed> {
         if matches!(op, Op::Auth | Op::Ping | Op::Stats | Op::Cluster) {
@@ -981,18 +1013,19 @@ impl Connection {
             }
             Request::Stats => {
                 let asked = self.now.0;
-                let looks = Arc::clone(&self.service.looks);
-                self.make_text(id, op, looks, move |service| Text::Value(service.stats(asked)));
+                let (looks, who) = (Arc::clone(&self.service.looks), Arc::clone(&self.who));
+                let make = move |service: &Service| Text::Value(service.stats_for(&who, asked));
+                self.make_text(id, op, looks, make);
             }
             // No more than a look at what this thread can see: every client of a cluster asks now and then.
             Request::Members => {
                 self.respond(number, &Response::Value(&report::members(&self.service)));
             }
             Request::Ls { prefix, limit, after } => {
-                let (prefix, after) = (prefix.to_vec(), after.map(<[u8]>::to_vec));
+                let (within, after) = (self.who.readable(prefix), after.map(<[u8]>::to_vec));
                 let looks = Arc::clone(&self.service.looks);
                 self.make_text(id, op, looks, move |service| {
-                    let text = report::ls(service, &prefix, after.as_deref(), limit);
+                    let text = report::ls(service, &within, after.as_deref(), limit);
                     text.map_or(Text::Unavailable, |text| Text::Value(text.into()))
                 });
             }
@@ -1208,7 +1241,8 @@ impl Connection {
     /// Who does something here.
     fn by(&self) -> By {
         let session = Some(self.me.id().0);
-        By { via: Via::Api(Api::Line), session, peer: Arc::clone(&self.peer) }
+        let identity = self.operator.as_ref().map_or("", |operator| operator.name()).into();
+        By { via: Via::Api(Api::Line), session, peer: Arc::clone(&self.peer), identity }
     }
 
     fn request_id(&mut self, number: Option<u64>) -> RequestId {
