@@ -16,6 +16,7 @@ mod events;
 mod failure;
 mod files;
 mod hold;
+mod identity;
 mod init;
 mod inspect_data;
 mod lock_request;
@@ -128,6 +129,11 @@ enum Verb {
     InspectData(inspect_data::Args),
     /// Check a cluster, and say what to do about what is found.
     Doctor(doctor::Args),
+    /// Entries for the file of identities of a server.
+    Identity {
+        #[command(subcommand)]
+        verb: identity::IdentityVerb,
+    },
     /// Run a cluster on this machine, for trying things out and for tests.
     DevCluster(dev_cluster::Args),
     /// Put load on servers and measure them.
@@ -207,6 +213,7 @@ async fn dispatch(verb: Verb, settings: &Settings) -> Result<Status, Failure> {
         Verb::Restore(args) => backup::restore(&args),
         Verb::InspectData(args) => inspect_data::run(&args),
         Verb::Doctor(args) => doctor::run(args, settings),
+        Verb::Identity { verb } => identity::run(verb),
         Verb::DevCluster(args) => dev_cluster::run(args).await,
         Verb::Completions(args) => Ok(manual::completions(&args, Cli::command())),
         Verb::Man(args) => manual::man(&args, Cli::command()),

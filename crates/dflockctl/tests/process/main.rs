@@ -7,6 +7,7 @@ mod bench;
 mod cluster;
 mod command;
 mod contend;
+mod identity;
 mod lock;
 mod loss;
 mod manual;
