@@ -318,7 +318,7 @@ impl<'a> Game<'a> {
         Seen {
             effects,
             reads,
-            listed: self.store.ls(b"a", None, 3, self.now),
+            listed: self.store.ls(&[b"a".to_vec()], None, 3, self.now),
             deadline,
             revision: self.store.revision(),
             locks: self.shared.locks(),

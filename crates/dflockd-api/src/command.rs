@@ -560,16 +560,19 @@ impl<'a> Command<'a> {
     /// What it is about.
     #[must_use]
     pub fn subject(&self) -> Subject<'a> {
-        match *self {
-            Self::Signal(Signal { channel, .. }) => Subject::Name(channel),
-            Self::Subscribe(Subscribe { to: of }) | Self::Unsubscribe(Unsubscribe { from: of }) => {
-                match of {
-                    Subscription::Signals { pattern, .. }
-                    | Subscription::Changes { pattern, .. } => Subject::Pattern(pattern),
-                    Subscription::Leaders { key } => Subject::Name(key),
-                }
+        if let Self::Signal(Signal { channel, .. }) = *self {
+            return Subject::Name(channel);
+        }
+        let (Self::Subscribe(Subscribe { to: of }) | Self::Unsubscribe(Unsubscribe { from: of })) =
+            *self
+        else {
+            return self.key().map_or(Subject::Session, Subject::Name);
+        };
+        match of {
+            Subscription::Signals { pattern, .. } | Subscription::Changes { pattern, .. } => {
+                Subject::Pattern(pattern)
             }
-            _ => self.key().map_or(Subject::Session, Subject::Name),
+            Subscription::Leaders { key } => Subject::Name(key),
         }
     }
 }

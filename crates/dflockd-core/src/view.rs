@@ -661,6 +661,7 @@ mod tests {
     use alloc::format;
     use alloc::string::String;
     use alloc::sync::Arc;
+    use alloc::vec;
 
     use super::*;
     use dflockd_api::{Caller, Command, Mode, RequestId, command};

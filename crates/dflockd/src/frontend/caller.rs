@@ -798,11 +798,13 @@ mod tests {
     /// A session that holds the lock, and one with many calls that wait for it.
     async fn scene(service: &Arc<Service>) -> (Caller, Arc<Caller>) {
         let holder = Caller::open(service, Api::Http, "holder".into());
-        holder.call(acquire(Span::ZERO)).await.unwrap().told();
+        holder.call(Allowed::by_server(acquire(Span::ZERO))).await.unwrap().told();
         let victim = Arc::new(Caller::open(service, Api::Http, "victim".into()));
         for _ in 0..CALLS {
             let victim = Arc::clone(&victim);
-            tokio::spawn(async move { victim.call(acquire(Span::from_secs(3600))).await.is_ok() });
+            tokio::spawn(async move {
+                victim.call(Allowed::by_server(acquire(Span::from_secs(3600)))).await.is_ok()
+            });
         }
         while service.engine.tally().unwrap().of(dflockd_core::Primitive::Mutex).waiting
             < CALLS as u64
@@ -814,7 +816,7 @@ mod tests {
 
     async fn lock_is_free(service: &Arc<Service>) {
         let other = Caller::open(service, Api::Http, "other".into());
-        let answer = other.call(acquire(Span::from_secs(60))).await.unwrap();
+        let answer = other.call(Allowed::by_server(acquire(Span::from_secs(60)))).await.unwrap();
         assert!(answer.gives(), "{:?}", answer.outcome());
     }
 
@@ -860,18 +862,19 @@ mod tests {
                 for _ in 0..ROUNDS {
                     ready.meet();
                     let push = command::Push { key: b"l", end: End::Right, value: b"v" };
-                    done(pusher.call(Command::Push(push))).told();
+                    done(pusher.call(Allowed::by_server(Command::Push(push)))).told();
                     ready.meet();
                 }
             });
             for round in 0..ROUNDS {
-                let mut call = Box::pin(popper.call(pop(Some(Span::from_secs(3600)))));
+                let mut call =
+                    Box::pin(popper.call(Allowed::by_server(pop(Some(Span::from_secs(3600))))));
                 assert!(poll(call.as_mut()).is_pending());
                 ready.meet();
                 spin(round % 1024);
                 drop(call);
                 ready.meet();
-                let found = done(pusher.call(pop(None)));
+                let found = done(pusher.call(Allowed::by_server(pop(None))));
                 lost += u32::from(!matches!(found.told(), Outcome::Popped { .. }));
             }
         });
