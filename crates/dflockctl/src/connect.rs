@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dflockd_client::{Client, ClientBuilder};
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::Deserialize;
 
 use crate::failure::Failure;
@@ -35,6 +35,12 @@ pub(crate) struct Settings {
     /// Talk TLS, trusting the certificates of this PEM file [variable: DFLOCKD_TLS_CA].
     #[arg(long, value_name = "FILE")]
     tls_ca: Option<PathBuf>,
+    /// A PEM file with the certificate that says who this is [variable: DFLOCKD_TLS_CLIENT_CERT].
+    #[arg(long, value_name = "FILE")]
+    tls_client_cert: Option<PathBuf>,
+    /// A PEM file with the key of that certificate [variable: DFLOCKD_TLS_CLIENT_KEY].
+    #[arg(long, value_name = "FILE")]
+    tls_client_key: Option<PathBuf>,
     /// The name others see for this client; `user@host:pid` if not given [variable: DFLOCKD_NAME].
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -63,6 +69,8 @@ struct Profile {
     auth_token_file: Option<PathBuf>,
     tls: Option<bool>,
     tls_ca: Option<PathBuf>,
+    tls_client_cert: Option<PathBuf>,
+    tls_client_key: Option<PathBuf>,
     name: Option<String>,
 }
 
@@ -113,6 +121,8 @@ impl Settings {
             auth_token_file: self.auth_token_file.or(outer.auth_token_file),
             tls: self.tls || outer.tls,
             tls_ca: self.tls_ca.or(outer.tls_ca),
+            tls_client_cert: self.tls_client_cert.or(outer.tls_client_cert),
+            tls_client_key: self.tls_client_key.or(outer.tls_client_key),
             name: self.name.or(outer.name),
             connect_timeout: self.connect_timeout.or(outer.connect_timeout),
             profile: self.profile.or(outer.profile),
@@ -125,6 +135,8 @@ impl Settings {
             || self.auth_token_file.is_some()
             || self.tls
             || self.tls_ca.is_some()
+            || self.tls_client_cert.is_some()
+            || self.tls_client_key.is_some()
             || self.name.is_some()
             || self.connect_timeout.is_some()
             || self.profile.is_some()
@@ -157,6 +169,17 @@ impl Settings {
                 (None, None) => profile.auth_token_file.as_deref().map(read_token).transpose()?,
             },
         };
+        let file = |given: Option<PathBuf>, name| given.or_else(|| env(name).map(PathBuf::from));
+        let cert = file(self.tls_client_cert, "DFLOCKD_TLS_CLIENT_CERT");
+        let key = file(self.tls_client_key, "DFLOCKD_TLS_CLIENT_KEY");
+        let own = match (cert.or(profile.tls_client_cert), key.or(profile.tls_client_key)) {
+            (Some(cert), Some(key)) => Some((cert, key)),
+            (None, None) => None,
+            (Some(_), None) | (None, Some(_)) => {
+                let why = "a certificate needs its key: --tls-client-cert and --tls-client-key";
+                return Err(Failure::usage(why));
+            }
+        };
         let tls_flag = self.tls || self.tls_ca.is_some();
         let ca = self.tls_ca.or_else(|| env("DFLOCKD_TLS_CA").map(PathBuf::from));
         let ca_from_profile = ca.is_none();
@@ -174,7 +197,11 @@ impl Settings {
             None if ca_from_profile => profile.tls.unwrap_or(ca.is_some()),
             None => true,
         };
-        let tls = if wanted { Some(tls(ca.as_deref())?) } else { None };
+        if own.is_some() && !wanted {
+            let why = "a certificate is shown over TLS only: give --tls-ca or --tls";
+            return Err(Failure::usage(why));
+        }
+        let tls = if wanted { Some(tls(ca.as_deref(), own)?) } else { None };
         let connect_timeout = match (self.connect_timeout, env("DFLOCKD_CONNECT_TIMEOUT")) {
             (Some(timeout), _) => Some(timeout),
             (None, Some(text)) => Some(
@@ -281,7 +308,10 @@ fn profiles_path(env: &dyn Fn(&str) -> Option<String>) -> Option<PathBuf> {
     Some(directory.join("dflockd").join("profiles.toml"))
 }
 
-fn tls(ca: Option<&Path>) -> Result<Arc<rustls::ClientConfig>, Failure> {
+fn tls(
+    ca: Option<&Path>,
+    own: Option<(PathBuf, PathBuf)>,
+) -> Result<Arc<rustls::ClientConfig>, Failure> {
     let mut roots = rustls::RootCertStore::empty();
     match ca {
         Some(path) => {
@@ -313,8 +343,16 @@ fn tls(ca: Option<&Path>) -> Result<Arc<rustls::ClientConfig>, Failure> {
     let config = rustls::ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .expect("the provider has cipher suites for them")
-        .with_root_certificates(roots)
-        .with_no_client_auth();
+        .with_root_certificates(roots);
+    let Some((cert, key)) = own else { return Ok(Arc::new(config.with_no_client_auth())) };
+    let explain = |error: &dyn std::fmt::Display| {
+        let (cert, key) = (cert.display(), key.display());
+        Failure::usage(format!("can not use the certificate {cert} with the key {key}: {error}"))
+    };
+    let chain = CertificateDer::pem_file_iter(&cert).and_then(Iterator::collect);
+    let chain: Vec<CertificateDer<'static>> = chain.map_err(|error| explain(&error))?;
+    let key = PrivateKeyDer::from_pem_file(&key).map_err(|error| explain(&error))?;
+    let config = config.with_client_auth_cert(chain, key).map_err(|error| explain(&error))?;
     Ok(Arc::new(config))
 }
 

@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use clap::Subcommand;
 use dflockd_identity::{
-    Access, Identities, Identity, RESERVED, Right, Rights, Role, Subject, TOKEN_BYTES_MAX,
+    Access, Identities, Identity, Proof, RESERVED, Right, Rights, Role, Subject, TOKEN_BYTES_MAX,
     TOKEN_BYTES_MIN, TokenHash,
 };
 
@@ -156,11 +156,18 @@ fn check(args: &CheckArgs) -> Result<Status, Failure> {
     }
     let now = SystemTime::now();
     for who in wanted {
+        let own = || all.credentials().iter().filter(|it| it.identity.name() == who.name());
         let of = |valid: bool| {
-            let all = all.credentials().iter().filter(|it| it.identity.name() == who.name());
-            all.filter(|it| it.is_valid_at(now) == valid).count()
+            let tokens = own().filter(|it| matches!(it.proof, Proof::Token(_)));
+            tokens.filter(|it| it.is_valid_at(now) == valid).count()
         };
         let (valid, other) = (of(true), of(false));
+        let certificates: Vec<&str> = own()
+            .filter_map(|it| match &it.proof {
+                Proof::Certificate(name) => Some(name.as_str()),
+                Proof::Token(_) => None,
+            })
+            .collect();
         let may = args.key.as_ref().map(|key| verbs(who, key.as_bytes()));
         if args.output.json {
             let keys = who.rules().iter().map(|rule| {
@@ -172,16 +179,20 @@ fn check(args: &CheckArgs) -> Result<Status, Failure> {
                 "keys": keys.collect::<Vec<_>>(),
                 "tokens": valid,
                 "tokens_not_valid_now": other,
+                "certificates": certificates,
                 "may": may,
             }));
             continue;
         }
         let tokens = match (valid, other) {
-            (0, 0) => "no token: nobody can be it".to_owned(),
+            (0, 0) if certificates.is_empty() => "none: nobody can be it".to_owned(),
             (valid, 0) => format!("{valid} valid"),
             (valid, other) => format!("{valid} valid, {other} not valid now"),
         };
         output::line(format!("{}: role {}, tokens: {tokens}", who.name(), who.role()));
+        if !certificates.is_empty() {
+            output::line(format!("  certificates: {}", certificates.join(", ")));
+        }
         match may {
             Some(may) if may.is_empty() => output::line("  nothing with this key"),
             Some(may) => output::line(format!("  {}", may.join(", "))),

@@ -12,6 +12,7 @@
 //!   { hash = "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08" },
 //!   { hash = "sha256:60303ae22b998861bce3b28f33eec1be758a213c86c93c076dbe9f558c11c752", until = 2027-01-31 },
 //! ]
+//! certificates = ["dns:billing.example.org", "uri:spiffe://example.org/billing"]    # cn:, dns:, email:, uri:
 //! ```
 //!
 //! Several tokens of one identity are valid at the same time, so that clients can change over one by one. `from` and
@@ -26,7 +27,7 @@ use serde::Deserialize;
 use time::{Date, Month, PrimitiveDateTime, Time, UtcOffset};
 use toml::value::Datetime;
 
-use crate::{Identity, KeyRule, Rights, Role, TokenHash};
+use crate::{Identity, KeyRule, NAME_KINDS, Rights, Role, TokenHash};
 
 /// The identities that a server has without a file: those of `--auth-token`, of `--admin-token`, and of everybody where
 /// there is no token.
@@ -60,13 +61,22 @@ pub enum FileError {
     TooMany(usize),
 }
 
+/// What shows who somebody is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Proof {
+    /// A token with this digest.
+    Token(TokenHash),
+    /// A certificate with this name: see [`certificate_names`](crate::certificate_names).
+    Certificate(String),
+}
+
 /// What proves an identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Credential {
     /// Whose it is.
     pub identity: Arc<Identity>,
-    /// The digest of the token.
-    pub hash: TokenHash,
+    /// What shows that it is.
+    pub proof: Proof,
     /// Valid from then on.
     pub from: Option<SystemTime>,
     /// No longer valid from then on.
@@ -95,6 +105,8 @@ struct Entry {
     keys: Option<Vec<Keys>>,
     #[serde(default)]
     tokens: Vec<Token>,
+    #[serde(default)]
+    certificates: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -135,7 +147,7 @@ impl Identities {
         }
         let mut all = Self::default();
         let mut names = BTreeSet::new();
-        let mut owners: BTreeMap<TokenHash, String> = BTreeMap::new();
+        let mut owners: BTreeMap<Proof, String> = BTreeMap::new();
         for entry in file.identity {
             let name = entry.name.clone();
             let refuse = |why: String| FileError::Identity { name: name.clone(), why };
@@ -143,13 +155,16 @@ impl Identities {
                 return Err(refuse("there are two of this name".into()));
             }
             let identity = Arc::new(entry.identity().map_err(refuse)?);
-            if entry.tokens.len() > EACH_MAX {
-                return Err(refuse(format!("more than {EACH_MAX} tokens")));
+            if entry.tokens.len() + entry.certificates.len() > EACH_MAX {
+                return Err(refuse(format!("more than {EACH_MAX} tokens and certificates")));
             }
-            for token in entry.tokens {
-                let credential = token.credential(&identity).map_err(refuse)?;
-                if let Some(other) = owners.insert(credential.hash, name.clone()) {
-                    return Err(refuse(format!("{} has the same token", Named(&other, &name))));
+            let tokens = entry.tokens.iter().map(|token| token.credential(&identity));
+            let named = entry.certificates.iter().map(|of| certificate(of, &identity));
+            for credential in tokens.chain(named) {
+                let credential = credential.map_err(refuse)?;
+                if let Some(other) = owners.insert(credential.proof.clone(), name.clone()) {
+                    let other = Named(&other, &name);
+                    return Err(refuse(format!("{other} has the same token or certificate")));
                 }
                 all.credentials.push(credential);
             }
@@ -253,8 +268,19 @@ impl Token {
         {
             return Err("a token is valid from a time that is not before its end".into());
         }
-        Ok(Credential { identity: Arc::clone(identity), hash, from, until })
+        Ok(Credential { identity: Arc::clone(identity), proof: Proof::Token(hash), from, until })
     }
+}
+
+/// The name of a certificate as a credential.
+fn certificate(name: &str, identity: &Arc<Identity>) -> Result<Credential, String> {
+    let is_of = |kind: &&str| name.len() > kind.len() && name.starts_with(*kind);
+    if !NAME_KINDS.iter().any(is_of) {
+        let kinds = NAME_KINDS.join(", ");
+        return Err(format!("certificate {name:?}: a name begins with one of {kinds}"));
+    }
+    let proof = Proof::Certificate(name.to_owned());
+    Ok(Credential { identity: Arc::clone(identity), proof, from: None, until: None })
 }
 
 /// The moment that a date stands for.

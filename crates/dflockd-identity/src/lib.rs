@@ -1,4 +1,4 @@
-//! Who may do what: named identities, the tokens that prove them, and the one function that decides.
+//! Who may do what: named identities, the tokens and certificates that prove them, and the one function that decides.
 //!
 //! An [`Identity`] has a role and, if it is not to use all keys, prefixes of keys with what it may do there.
 //! [`Identity::may`] decides from an [`Access`], which is made from a command or a query of the table of commands
@@ -11,6 +11,7 @@
 //!
 //! Nothing here knows a connection or a clock, and nothing here keeps a token.
 
+mod certificate;
 mod file;
 mod token;
 
@@ -19,8 +20,9 @@ use std::fmt;
 use dflockd_api::{Command, Query};
 use serde::Deserialize;
 
+pub use certificate::{NAME_KINDS, certificate_names};
 pub use dflockd_api::{Right, Subject};
-pub use file::{Credential, FileError, Identities, RESERVED};
+pub use file::{Credential, FileError, Identities, Proof, RESERVED};
 pub use token::{TOKEN_BYTES_MAX, TOKEN_BYTES_MIN, TokenHash};
 
 /// How much an identity may do at most. Each role may do what those before it may.

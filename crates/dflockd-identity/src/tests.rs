@@ -147,7 +147,7 @@ fn files() {
     let all = Identities::parse(FILE).unwrap();
     let at = |unix| SystemTime::UNIX_EPOCH + Duration::from_secs(unix);
     let end = at(1_801_353_600);
-    assert_eq!(all.credentials()[0].hash, TokenHash::of(b"test"));
+    assert_eq!(all.credentials()[0].proof, Proof::Token(TokenHash::of(b"test")));
     assert_eq!(all.credentials()[1].until, Some(end));
     let valid = |now| all.credentials().iter().map(|it| it.is_valid_at(now)).collect::<Vec<_>>();
     assert_eq!(valid(end - Duration::from_secs(1)), [true, true]);
@@ -190,6 +190,40 @@ fn files_that_are_refused() {
     for (text, why) in cases {
         let error = Identities::parse(&format!("[[identity]]\n{text}")).unwrap_err().to_string();
         assert!(error.contains(why), "{text}\n{error}");
+    }
+}
+
+/// What a certificate is called, by all kinds of names that a file can have.
+#[test]
+fn names_of_certificates() {
+    use rcgen::{CertificateParams, DnType, KeyPair, SanType};
+    let mut params = CertificateParams::new(["billing.example.org".to_owned()]).unwrap();
+    params.distinguished_name.push(DnType::CommonName, "billing");
+    let uri = SanType::URI("spiffe://example.org/billing".try_into().unwrap());
+    let email = SanType::Rfc822Name("ada@example.org".try_into().unwrap());
+    params.subject_alt_names.extend([uri, email]);
+    let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+    let mut names = certificate_names(certificate.der());
+    names.sort();
+    let expected = [
+        "cn:billing",
+        "dns:billing.example.org",
+        "email:ada@example.org",
+        "uri:spiffe://example.org/billing",
+    ];
+    // rcgen gives a name of its own besides.
+    names.retain(|name| name != "cn:rcgen self signed cert");
+    assert_eq!(names, expected);
+    let certificates = expected.map(|name| format!("{name:?}")).join(", ");
+    let text = format!("[[identity]]\nname = 'a'\nrole = 'use'\ncertificates = [{certificates}]");
+    let file = Identities::parse(&text).unwrap();
+    let proofs = file.credentials().iter().map(|it| it.proof.clone());
+    assert!(proofs.eq(expected.map(|name| Proof::Certificate(name.to_owned()))));
+    assert!(certificate_names(b"no certificate").is_empty());
+    for wrong in ["billing", "dns:", "DNS:a"] {
+        let text = format!("[[identity]]\nname = 'a'\nrole = 'use'\ncertificates = ['{wrong}']");
+        let error = Identities::parse(&text).unwrap_err().to_string();
+        assert!(error.contains("begins with one of"), "{error}");
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use rcgen::{CertificateParams, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, DistinguishedName, IsCa, Issuer, KeyPair};
 use rustls::crypto::ring;
-use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion, version};
 
 use crate::Dir;
@@ -42,14 +42,65 @@ impl Pair {
     }
 }
 
-/// A client that trusts one certificate and speaks some versions.
-pub fn trusting(root: &str, versions: &[&'static SupportedProtocolVersion]) -> Arc<ClientConfig> {
+/// Who signs certificates of clients.
+pub struct Authority {
+    /// Its own certificate as PEM.
+    pub cert: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    /// A new one.
+    #[expect(clippy::new_without_default, reason = "each is another one")]
+    pub fn new() -> Self {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let cert = params.self_signed(&key).unwrap().pem();
+        Self { cert, issuer: Issuer::new(params, key) }
+    }
+
+    /// A certificate of a client with this name, and its key.
+    pub fn sign(&self, name: &str) -> Pair {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
+        params.distinguished_name = DistinguishedName::new();
+        let cert = params.signed_by(&key, &self.issuer).unwrap().pem();
+        Pair { cert, key: key.serialize_pem() }
+    }
+}
+
+/// A client that trusts one certificate and shows another one.
+pub fn showing(root: &str, own: &Pair) -> Arc<ClientConfig> {
+    showing_by(root, own, &[&version::TLS12, &version::TLS13])
+}
+
+/// The same for a client that speaks some versions. With TLS 1.2 it hears during its handshake whether it is let in.
+pub fn showing_by(
+    root: &str,
+    own: &Pair,
+    versions: &[&'static SupportedProtocolVersion],
+) -> Arc<ClientConfig> {
+    let chain = vec![CertificateDer::from_pem_slice(own.cert.as_bytes()).unwrap()];
+    let key = PrivateKeyDer::from_pem_slice(own.key.as_bytes()).unwrap();
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_protocol_versions(versions).unwrap();
+    let config = builder.with_root_certificates(trust(root)).with_client_auth_cert(chain, key);
+    Arc::new(config.unwrap())
+}
+
+fn trust(root: &str) -> RootCertStore {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(root.as_bytes()).unwrap()).unwrap();
+    roots
+}
+
+/// A client that trusts one certificate and speaks some versions.
+pub fn trusting(root: &str, versions: &[&'static SupportedProtocolVersion]) -> Arc<ClientConfig> {
     let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_protocol_versions(versions)
         .unwrap()
-        .with_root_certificates(roots)
+        .with_root_certificates(trust(root))
         .with_no_client_auth();
     Arc::new(config)
 }

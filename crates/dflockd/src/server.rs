@@ -437,7 +437,7 @@ async fn listen(host: &str, port: u16) -> std::io::Result<TcpListener> {
 
 fn load_tls(config: &Config) -> anyhow::Result<Option<Arc<ServerConfig>>> {
     match (&config.tls_cert, &config.tls_key) {
-        (Some(cert), Some(key)) => tls::load(cert, key).map(Some),
+        (Some(cert), Some(key)) => tls::load(cert, key, config.tls_client_ca.as_deref()).map(Some),
         _ => Ok(None),
     }
 }

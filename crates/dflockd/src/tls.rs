@@ -1,20 +1,23 @@
-//! The TLS settings of the server, from two PEM files.
+//! The TLS settings of the server, from PEM files.
 //!
-//! Knows files and rustls, no sockets. TLS 1.2 and 1.3, no client certificates, no application
-//! protocols.
+//! Knows files and rustls, no sockets. TLS 1.2 and 1.3, no application protocols. Clients may show certificates if
+//! there is an authority for them; whose they are is for others to say.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
+use rustls::crypto::CryptoProvider;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::{Error, ServerConfig};
+use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
+use rustls::{Error, RootCertStore, ServerConfig};
 
-/// Loads the certificate chain (the server's own certificate first) and the private key that
-/// belongs to it.
-pub fn load(cert: &Path, key: &Path) -> Result<Arc<ServerConfig>> {
+/// Loads the certificate chain (the server's own certificate first), the private key that belongs to it, and the
+/// authorities of client certificates, if clients may show any.
+pub fn load(cert: &Path, key: &Path, client_ca: Option<&Path>) -> Result<Arc<ServerConfig>> {
     let chain = read_chain(cert)
         .with_context(|| format!("cannot read the TLS certificate {}", cert.display()))?;
     let private_key =
@@ -22,10 +25,16 @@ pub fn load(cert: &Path, key: &Path) -> Result<Arc<ServerConfig>> {
 
     // The provider is named, not taken from the process: a library that is linked in later and
     // brings another one must not change what the server speaks, or make the choice ambiguous.
-    let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+    let provider = Arc::new(ring::default_provider());
+    let clients = match client_ca {
+        None => WebPkiClientVerifier::no_client_auth(),
+        Some(path) => client_verifier(path, Arc::clone(&provider))
+            .with_context(|| format!("cannot use the authorities of clients {}", path.display()))?,
+    };
+    let config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .context("the cryptography provider lacks TLS 1.2 and 1.3")?
-        .with_no_client_auth()
+        .with_client_cert_verifier(clients)
         .with_single_cert(chain, private_key);
     match config {
         Ok(config) => Ok(Arc::new(config)),
@@ -38,6 +47,19 @@ pub fn load(cert: &Path, key: &Path) -> Result<Arc<ServerConfig>> {
             format!("cannot use the TLS certificate {} with key {}", cert.display(), key.display())
         }),
     }
+}
+
+/// Checks certificates of clients, who may also come without one.
+fn client_verifier(
+    path: &Path,
+    provider: Arc<CryptoProvider>,
+) -> Result<Arc<dyn ClientCertVerifier>> {
+    let mut roots = RootCertStore::empty();
+    for authority in read_chain(path)? {
+        roots.add(authority)?;
+    }
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider);
+    Ok(verifier.allow_unauthenticated().build()?)
 }
 
 fn read_chain(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
@@ -93,7 +115,7 @@ mod tests {
         }
 
         fn load(&self, cert: &str, key: &str) -> Result<Arc<ServerConfig>> {
-            load(&self.file("cert.pem", cert), &self.file("key.pem", key))
+            load(&self.file("cert.pem", cert), &self.file("key.pem", key), None)
         }
 
         /// The message of the refusal, with DIR for the directory.
@@ -193,7 +215,7 @@ mod tests {
         assert!(error.starts_with("cannot use the TLS certificate DIR/cert.pem"), "{error}");
 
         let missing = place.dir.path("missing");
-        let error = format!("{:#}", load(&missing, &missing).unwrap_err());
+        let error = format!("{:#}", load(&missing, &missing, None).unwrap_err());
         assert!(error.contains("missing: ") && error.contains("os error 2"), "{error}");
     }
 }

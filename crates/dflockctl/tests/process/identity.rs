@@ -2,7 +2,8 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use dflockd_testkit::{Dir, identities};
+use dflockd_testkit::certificates::Authority;
+use dflockd_testkit::{Dir, Pair, identities};
 
 use super::command::{Server, ctl};
 
@@ -98,4 +99,32 @@ fn a_file_is_explained() {
         .run()
         .expect(1)
         .complains(&["unknown field `key`", "bad.toml"]);
+}
+
+/// A certificate is as good as a token.
+#[test]
+fn a_certificate_is_shown() {
+    let (dir, pair, authority) = (Dir::new(), Pair::new(), Authority::new());
+    let text = "[[identity]]\nname = 'a'\nrole = 'use'\nkeys = [{ prefix = 'a/' }]\ncertificates = ['dns:a.example']";
+    let (file, ca) = (dir.write("i.toml", text), dir.write("clients.pem", &authority.cert));
+    let checked = ctl(&["identity", "check", &file]).run().expect(0).out;
+    assert!(checked.contains("certificates: dns:a.example"), "{checked}");
+    let [cert, key] = pair.flags(&dir);
+    let server = Server::start(&["--identities-file", &file, "--tls-client-ca", &ca, &cert, &key]);
+    let own = authority.sign("a.example");
+    let (own_cert, own_key) = (dir.write("own.pem", &own.cert), dir.write("own.key", &own.key));
+    let address = format!("localhost:{}", server.address.port());
+    let trust = dir.write("trust.pem", &pair.cert);
+    let shown = ["--tls-client-cert", &own_cert, "--tls-client-key", &own_key];
+    let run = |tls: &[&str], args: &[&str]| {
+        ctl(&[&["--servers", &address, "--tls-ca", &trust], tls, args].concat()).run()
+    };
+    run(&shown, &["kv", "set", "a/k", "v"]).expect(0);
+    run(&shown, &["kv", "set", "b/k", "v"]).expect(77);
+    run(&[], &["kv", "get", "a/k"]).expect(77);
+    run(&shown[..2], &["kv", "get", "a/k"]).expect(64).complains(&["--tls-client-key"]);
+    ctl(&[&["--servers", &address], &shown[..], &["ping"]].concat())
+        .run()
+        .expect(64)
+        .complains(&["over TLS only"]);
 }

@@ -147,6 +147,9 @@ impl Config {
             (None, Some(_)) => return refuse("--tls-key needs --tls-cert"),
             (Some(_), Some(_)) | (None, None) => (),
         }
+        if self.tls_client_ca.is_some() && self.tls_cert.is_none() {
+            return refuse("--tls-client-ca needs --tls-cert");
+        }
         if self.http_port != 0 && self.http_port == self.port {
             return refuse(format!("--http-port must differ from --port (got {})", self.port));
         }

@@ -190,6 +190,10 @@ settings! {
     tls_cert: Option<PathBuf> = Optional(FILE_PATH), "tls-cert", "DFLOCKD_TLS_CERT", "";
     /// PEM file with the private key (needs --tls-cert).
     tls_key: Option<PathBuf> = Optional(FILE_PATH), "tls-key", "DFLOCKD_TLS_KEY", "";
+    /// PEM file with the authorities of client certificates, whose names --identities-file gives to identities; clients
+    /// may come without one.
+    tls_client_ca: Option<PathBuf> = Optional(FILE_PATH), "tls-client-ca", "DFLOCKD_TLS_CLIENT_CA", ""
+        needs "identities-file";
     /// HTTP port; must differ from --port.
     http_port: u16 = tcp_port().zero("off"), "http-port", "DFLOCKD_HTTP_PORT", "0";
     /// HTTP bind address.

@@ -224,6 +224,8 @@ fn every_setting_reads_its_flag_and_its_variable() {
         ("DFLOCKD_RAFT_TLS_CA", "/y"),
     ];
     let token = TokenFile::new(SECRET);
+    let entry = "[[identity]]\nname = 'a'\nrole = 'use'";
+    let (identities, empty) = (TokenFile::new(entry), TokenFile::new(""));
     for setting in settings() {
         let value = match setting.flag {
             "host" | "http-host" | "grpc-host" => "localhost",
@@ -233,7 +235,8 @@ fn every_setting_reads_its_flag_and_its_variable() {
             "log-format" => "json",
             "auto-release" => "lease",
             "follower-mode" => "forward",
-            "tls-cert" | "tls-key" | "fence-state-file" => "/x",
+            "tls-cert" | "tls-key" | "tls-client-ca" | "fence-state-file" => "/x",
+            "identities-file" => identities.path(),
             "raft-dir" | "raft-tls-cert" | "raft-tls-key" | "raft-tls-ca" => "/x",
             "raft-addr" | "advertise-addr" => "127.0.0.1:9",
             "http-advertise-addr" | "grpc-advertise-addr" => "127.0.0.1:9",
@@ -254,6 +257,11 @@ fn every_setting_reads_its_flag_and_its_variable() {
         // Some stand only together with others.
         let company: Env<'_> = match setting.flag {
             "tls-cert" | "tls-key" => &[("DFLOCKD_TLS_KEY", "/y"), ("DFLOCKD_TLS_CERT", "/y")],
+            "tls-client-ca" => &[
+                ("DFLOCKD_TLS_KEY", "/y"),
+                ("DFLOCKD_TLS_CERT", "/y"),
+                ("DFLOCKD_IDENTITIES_FILE", empty.path()),
+            ],
             "otlp-sample-percent" => &[("DFLOCKD_OTLP_ENDPOINT", "http://b.example")],
             "raft-dir" => REPLICATED,
             _ if setting.needs == "raft-dir" => REPLICATED,
@@ -352,7 +360,8 @@ fn settings_that_need_each_other() {
         --startup-grant-delay auto => --startup-grant-delay auto needs --fence-state-file
         --startup-grant-delay=soon => --startup-grant-delay must be an integer or auto (got "soon")
         --startup-grant-delay=-1   => --startup-grant-delay must be >= 0 (got -1)
-        --require-auth             => --require-auth needs --auth-token or --auth-token-file
+        --require-auth             => --require-auth needs --auth-token, --auth-token-file or --identities-file
+        --tls-client-ca=c          => --tls-client-ca needs --identities-file
         --max-lease-ttl=9          => --default-lease-ttl (33 s) is above --max-lease-ttl (9 s)
         "#,
     );
@@ -363,6 +372,11 @@ fn settings_that_need_each_other() {
     let env = [("DFLOCKD_STARTUP_GRANT_DELAY_S", "12")];
     check(&[], &env, Ok((|c| c.startup_grant_delay, GrantDelay::Seconds(12))));
     config(&["--require-auth"], &[("DFLOCKD_AUTH_TOKEN", "0123456789abcdef")]);
+    let identities = TokenFile::new("[[identity]]\nname = 'a'\nrole = 'use'");
+    let file = format!("--identities-file={}", identities.path());
+    let named = config(&["--require-auth", &file], &[]);
+    assert_eq!(named.identities.unwrap().identities()[0].name(), "a");
+    refused(&[&file, "--tls-client-ca=c"], &[], "--tls-client-ca needs --tls-cert");
 }
 
 #[test]
@@ -1118,7 +1132,7 @@ fn origins() {
 fn the_table_has_every_setting_once() {
     let table = markdown_table();
     let settings = settings();
-    assert_eq!(settings.len(), 85);
+    assert_eq!(settings.len(), 87);
     assert_eq!(table.lines().count(), settings.len() + 4);
     for (index, setting) in settings.iter().enumerate() {
         assert_eq!(table.matches(&format!("| `--{}` |", setting.flag)).count(), 1);

@@ -28,8 +28,12 @@ use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderValue};
 use dflockd_core::{Command, Query, Refusal};
 use dflockd_engine::{AddressKey, Api};
-use dflockd_identity::{Access, Identities, Identity, RESERVED, Role, TOKEN_BYTES_MAX, TokenHash};
+use dflockd_identity::{
+    Access, Identities, Identity, Proof, RESERVED, Role, TOKEN_BYTES_MAX, TokenHash,
+    certificate_names,
+};
 use parking_lot::Mutex;
+use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 
 use crate::config::{Config, Secret, Tokens};
@@ -126,12 +130,29 @@ pub(crate) struct Origin {
     pub(crate) address: IpAddr,
     /// Whether this connection has shown a right token before.
     proven: Arc<AtomicBool>,
+    /// The names of the certificate that it has shown, if it has shown one.
+    certificate: Option<Arc<[String]>>,
 }
 
 impl Origin {
     /// A connection that has shown nothing yet.
     pub(crate) fn new(address: IpAddr) -> Self {
-        Self { address, proven: Arc::default() }
+        Self { address, proven: Arc::default(), certificate: None }
+    }
+
+    /// A connection whose client has shown these certificates in the handshake of TLS, its own first.
+    pub(crate) fn with_certificates(
+        mut self,
+        certificates: Option<&[CertificateDer<'static>]>,
+    ) -> Self {
+        let own = certificates.and_then(|certificates| certificates.first());
+        self.certificate = own.map(|own| certificate_names(own).into());
+        self
+    }
+
+    /// Whether a request that comes without a token may count on the certificate of its connection.
+    pub(crate) fn has_certificate(&self) -> bool {
+        self.certificate.is_some()
     }
 }
 
@@ -168,7 +189,7 @@ struct Listed {
 struct ListedNow {
     /// There is a file, so everybody needs a token.
     is_used: bool,
-    passes: HashMap<TokenHash, Pass>,
+    passes: HashMap<Proof, Pass>,
     identities: HashMap<Pass, Who>,
 }
 
@@ -330,8 +351,11 @@ impl Auth {
             TokenKind::Admin if !self.has_operators() => return Err(Denied::Disabled),
             TokenKind::Client | TokenKind::Admin => {}
         }
-        // Nothing was guessed.
-        let Some(presented) = presented else { return Err(Denied::Wrong) };
+        let Some(presented) = presented else {
+            // Nothing was guessed.
+            let names = origin.certificate.as_deref().unwrap_or_default();
+            return self.listed.find_certificate(kind, names).ok_or(Denied::Wrong);
+        };
         // That somebody has the token of clients says nothing about the token of operators.
         let proven = kind == TokenKind::Client && origin.proven.load(Ordering::Relaxed);
         let address = AddressKey::from(origin.address);
@@ -385,6 +409,18 @@ impl Valid {
     }
 }
 
+impl ListedNow {
+    fn find(&self, kind: TokenKind, proof: &Proof) -> Option<Pass> {
+        let pass = *self.passes.get(proof)?;
+        let is_admin = |who: &Who| who.role() == Role::Admin;
+        let may_come = match kind {
+            TokenKind::Client => true,
+            TokenKind::Admin => self.identities.get(&pass).is_some_and(is_admin),
+        };
+        may_come.then_some(pass)
+    }
+}
+
 impl Listed {
     /// Whose token it is. The time it takes tells something of the digest, from which nobody finds the token.
     fn find(&self, kind: TokenKind, presented: &[u8]) -> Option<Pass> {
@@ -392,14 +428,13 @@ impl Listed {
         if now.passes.is_empty() || presented.len() > TOKEN_BYTES_MAX {
             return None;
         }
-        let pass = *now.passes.get(&TokenHash::of(presented))?;
-        let may_come = match kind {
-            TokenKind::Client => true,
-            TokenKind::Admin => {
-                now.identities.get(&pass).is_some_and(|who| who.role() == Role::Admin)
-            }
-        };
-        may_come.then_some(pass)
+        now.find(kind, &Proof::Token(TokenHash::of(presented)))
+    }
+
+    /// Whose certificate it is, if one of its names is in the file: the first in the order of the certificate counts.
+    fn find_certificate(&self, kind: TokenKind, names: &[String]) -> Option<Pass> {
+        let now = self.now.load();
+        names.iter().find_map(|name| now.find(kind, &Proof::Certificate(name.clone())))
     }
 
     /// True if a token is no longer valid, or not for the same rights.
@@ -414,10 +449,10 @@ impl Listed {
         let credentials = file.into_iter().flat_map(Identities::credentials);
         for credential in credentials.filter(|credential| credential.is_valid_at(now)) {
             let who = &credential.identity;
-            let known = before.passes.get(&credential.hash).copied();
+            let known = before.passes.get(&credential.proof).copied();
             let known = known.filter(|pass| before.identities.get(pass) == Some(who));
             let pass = known.unwrap_or_else(&mut next);
-            after.passes.insert(credential.hash, pass);
+            after.passes.insert(credential.proof.clone(), pass);
             after.identities.insert(pass, Arc::clone(who));
         }
         let dropped = before.identities.keys().any(|pass| !after.identities.contains_key(pass));

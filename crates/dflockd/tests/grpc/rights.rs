@@ -6,10 +6,11 @@
 use std::collections::BTreeMap;
 
 use bytes::{Buf, BufMut, Bytes};
-use dflockd_testkit::Dir;
+use dflockd_testkit::certificates::Authority;
 use dflockd_testkit::identities::{
     self, ALL, BILLING, KEYS, Known, Needs, OPERATOR, SCRAPER, VIEWER,
 };
+use dflockd_testkit::{Dir, Pair};
 use dflockd_wire::grpc::*;
 use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
@@ -17,6 +18,7 @@ use prost_types::{DescriptorProto, FileDescriptorSet};
 use tonic::client::Grpc;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::metadata::MetadataValue;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request, Status};
 
 use super::site::{Link, Members, Site, refused};
@@ -248,4 +250,33 @@ async fn lists_show_what_may_be_read() {
     let audit = AuditRequest { limit: 1, ..AuditRequest::default() };
     let mut audit = link.admin().audit(bearer(audit, OPERATOR)).await.unwrap().into_inner();
     assert_eq!(audit.message().await.unwrap().unwrap().identity, "ops");
+}
+
+/// GUARANTEES 55: a certificate is enough.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificates_are_identities() {
+    let (dir, pair, authority) = (Dir::new(), Pair::new(), Authority::new());
+    let named = |name: &str| format!("name = \"{name}\"");
+    let line = format!("{}\ncertificates = [\"dns:billing.example\"]", named("billing"));
+    let file = dir.write("identities.toml", identities::FILE.replace(&named("billing"), &line));
+    let ca = dir.write("clients.pem", &authority.cert);
+    let [cert, key] = pair.flags(&dir);
+    let site = Site::start(&["--identities-file", &file, "--tls-client-ca", &ca, &cert, &key]);
+    let link = async |name: &str| {
+        let own = authority.sign(name);
+        let tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(&pair.cert))
+            .identity(Identity::from_pem(&own.cert, &own.key))
+            .domain_name("localhost");
+        let endpoint = Endpoint::from_shared(format!("https://{}", site.grpc)).unwrap();
+        Link::over(endpoint.tls_config(tls).unwrap()).await
+    };
+    let get = |key: &'static str| GetRequest { key: key.into() };
+    let billing = link("billing.example").await;
+    billing.kv().get(get("billing/k")).await.unwrap();
+    let denied = billing.kv().get(get("other/k")).await;
+    refused(denied, Code::PermissionDenied, Reason::Forbidden);
+    billing.kv().get(bearer(get("other/k"), VIEWER)).await.unwrap();
+    let stranger = link("stranger.example").await.kv().get(get("billing/k")).await;
+    refused(stranger, Code::Unauthenticated, Reason::Unauthenticated);
 }

@@ -2,11 +2,12 @@
 
 use std::time::Instant;
 
+use dflockd_testkit::certificates::{Authority, showing};
 use dflockd_testkit::http::{Ask, Wire, escape};
 use dflockd_testkit::identities::{
     self, ALL, BILLING, KEYS, Known, Needs, OPERATOR, SCRAPER, VIEWER,
 };
-use dflockd_testkit::{Dir, LIMIT};
+use dflockd_testkit::{Dir, LIMIT, Pair};
 use serde_json::{Value, json};
 
 use super::openapi::operations;
@@ -215,4 +216,46 @@ fn lists_show_what_may_be_read() {
     let audit = ask(OPERATOR, "/v1/admin/audit");
     assert_eq!(audit["records"][0]["identity"], "ops", "{audit}");
     waiters.clear();
+}
+
+/// GUARANTEES 55: a certificate is enough, but not for a page of somebody else in a browser that has one.
+#[test]
+fn certificates_are_identities() {
+    let (dir, pair, authority) = (Dir::new(), Pair::new(), Authority::new());
+    let named = |name: &str| format!("name = \"{name}\"");
+    let file = identities::FILE.replace(
+        &named("billing"),
+        &format!("{}\ncertificates = [\"dns:billing.example\"]", named("billing")),
+    );
+    let file = file
+        .replace(&named("ops"), &format!("{}\ncertificates = [\"dns:ops.example\"]", named("ops")));
+    let (file, ca) =
+        (dir.write("identities.toml", file), dir.write("clients.pem", &authority.cert));
+    let [cert, key] = pair.flags(&dir);
+    let flags = ["--identities-file", &file, "--tls-client-ca", &ca, &cert, &key];
+    let site = Site::start_trusting(&pair, &flags);
+    let ask = |name: &str, ask: Ask| {
+        let config = showing(&pair.cert, &authority.sign(name));
+        Wire::open(site.http, Some(&config)).ask(&ask)
+    };
+    ask("billing.example", Ask::get("/v1/kv/billing%2Fk")).ok();
+    ask("billing.example", Ask::get("/v1/kv/other")).refused(403, "forbidden");
+    ask("stranger.example", Ask::get("/v1/kv/other")).refused(401, "unauthorized");
+    // The token that is shown counts.
+    let viewer =
+        Ask::get("/v1/kv/other").header("Authorization", &format!("Bearer {}", VIEWER.token));
+    ask("billing.example", viewer.clone()).ok();
+    let wrong =
+        Ask::get("/v1/kv/billing%2Fk").header("Authorization", "Bearer none-of-these-tokens");
+    ask("billing.example", wrong).refused(401, "unauthorized");
+    // A browser would send the certificate with what any page asks for.
+    let foreign = |ask: Ask| ask.header("Origin", "https://evil.example");
+    ask("billing.example", foreign(Ask::get("/v1/kv/billing%2Fk")))
+        .refused(403, "origin_not_allowed");
+    ask("billing.example", foreign(viewer)).ok();
+    let end = Ask::post("/v1/admin/sessions/999999/end", &json!({ "reason": "because" }))
+        .header("Content-Type", "application/json");
+    ask("ops.example", end.clone()).refused(404, "not_found");
+    ask("ops.example", foreign(end.clone())).refused(403, "origin_not_allowed");
+    ask("billing.example", end).refused(401, "admin_unauthorized");
 }

@@ -3,11 +3,13 @@
 
 use std::collections::BTreeSet;
 
+use dflockd_testkit::certificates::{Authority, showing, showing_by};
 use dflockd_testkit::identities::{
     self, ALL, BILLING, KEYS, Known, Needs, OPERATOR, SCRAPER, VIEWER,
 };
-use dflockd_testkit::{Client, Cluster, Dir, Server, eventually, granted};
+use dflockd_testkit::{Client, Cluster, Dir, Pair, Server, eventually, granted};
 use dflockd_wire::OPS;
+use rustls::version::TLS12;
 use serde_json::Value;
 
 /// A token of a hold that nobody has.
@@ -314,4 +316,71 @@ fn a_file_that_can_not_be_used() {
     dflockd_testkit::run(dflockd_testkit::command(&flags))
         .expect(1)
         .complains(&["--identities-file"]);
+}
+
+/// A server with certificates of clients: those of `billing.example` are billing's, of `ops.example` the operator's.
+struct Certified {
+    server: Server,
+    dir: Dir,
+    pair: Pair,
+    authority: Authority,
+}
+
+impl Certified {
+    fn start() -> Self {
+        let (dir, pair, authority) = (Dir::new(), Pair::new(), Authority::new());
+        let file = dir.write("identities.toml", Self::file("billing.example"));
+        let ca = dir.write("clients.pem", &authority.cert);
+        let [cert, key] = pair.flags(&dir);
+        let flags = ["--identities-file", &file, "--tls-client-ca", &ca, &cert, &key];
+        Self { server: Server::start(&flags), dir, pair, authority }
+    }
+
+    /// The file of the table, with certificates besides.
+    fn file(billing: &str) -> String {
+        let file = identities::FILE;
+        let named = |file: &str, name: &str, certificate: &str| {
+            let line = format!("name = \"{name}\"");
+            file.replace(&line, &format!("{line}\ncertificates = [\"dns:{certificate}\"]"))
+        };
+        named(&named(file, "billing", billing), "ops", "ops.example")
+    }
+
+    fn connect(&self, name: &str) -> Client {
+        let config = showing(&self.pair.cert, &self.authority.sign(name));
+        Client::over_tls(self.server.socket(), config).unwrap().0
+    }
+}
+
+/// GUARANTEES 55: a certificate is as good as a token for the identity that has its name, and for no other one.
+#[test]
+fn certificates_are_identities() {
+    let certified = Certified::start();
+    let mut billing = certified.connect("billing.example");
+    let token = billing.lock("billing/k", "0 600");
+    billing.check("kget", "other/k", "", FORBIDDEN);
+    let mut operator = certified.connect("ops.example");
+    operator.lock_and_release("other/k", "0 5");
+    // A token says more than a certificate.
+    let mut viewer = certified.connect("billing.example");
+    viewer.check("auth", "_", VIEWER.token, "ok");
+    viewer.check("kget", "other/k", "", "nil");
+    viewer.check("r", "billing/k", &token, FORBIDDEN);
+    // A name that is in no entry, and no certificate at all.
+    certified.connect("stranger.example").check("ping", "_", "_", "error_auth");
+    let plain = Client::over_tls(certified.server.socket(), certified.pair.client()).unwrap().0;
+    let mut plain = plain;
+    plain.check("auth", "_", BILLING.token, "ok");
+    plain.check("kget", "shared/k", "", "nil");
+    // Another authority with the same name.
+    let other = Authority::new().sign("billing.example");
+    let fake = showing_by(&certified.pair.cert, &other, &[&TLS12]);
+    assert!(Client::over_tls(certified.server.socket(), fake).is_err());
+    // The name goes to somebody else: whoever came with it ends.
+    reload(&certified.server, &certified.dir, &Certified::file("elsewhere.example"));
+    ended(billing);
+    operator.check("ping", "_", "_", "ok");
+    plain.check("ping", "_", "_", "ok");
+    certified.connect("billing.example").check("ping", "_", "_", "error_auth");
+    certified.connect("elsewhere.example").check("kget", "billing/k", "", "nil");
 }

@@ -83,23 +83,28 @@ impl Server {
     async fn greet(self: Arc<Self>, accepted: Accepted) {
         let Accepted { stream, address, tls, mut stage } = accepted;
         let greeted = async {
+            let mut origin = Origin::new(address.ip().to_canonical());
             let mut socket: Socket = match tls {
                 None => Box::new(stream),
-                Some(tls) => Box::new(TlsAcceptor::from(tls).accept(stream).await?),
+                Some(tls) => {
+                    let stream = TlsAcceptor::from(tls).accept(stream).await?;
+                    origin = origin.with_certificates(stream.get_ref().1.peer_certificates());
+                    Box::new(stream)
+                }
             };
             let mut preface = [0; PREFACE.len()];
             socket.read_exact(&mut preface).await?;
             let speaks_http2 = preface == *PREFACE;
-            speaks_http2.then_some(socket).ok_or(io::Error::from(io::ErrorKind::InvalidData))
+            speaks_http2
+                .then_some((socket, origin))
+                .ok_or(io::Error::from(io::ErrorKind::InvalidData))
         };
         let greeted = tokio::select! {
             greeted = tokio::time::timeout(HANDSHAKE, greeted) => greeted,
             _ = stage.wait_for(|stage| *stage != Stage::Serving) => return,
         };
         match greeted {
-            Ok(Ok(socket)) => {
-                self.serve(socket, Origin::new(address.ip().to_canonical()), stage).await;
-            }
+            Ok(Ok((socket, origin))) => self.serve(socket, origin, stage).await,
             Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no gRPC"),
             Err(_) => tracing::debug!(peer = %address, "slow handshake"),
         }

@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::extract::{MatchedPath, Request};
-use axum::http::header::{CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
+use axum::http::header::{AUTHORIZATION, CACHE_CONTROL, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS};
 use axum::http::{HeaderValue, Method};
 use axum::response::{IntoResponse, Response};
 use axum::routing::Route;
@@ -151,7 +151,9 @@ impl App {
             return Ok(peer);
         }
         // Scrapers come by any name, and totals tell nobody a key.
-        if kind != Kind::Metrics && !self.service.auth.is_required() {
+        // A browser sends a certificate with what a page of anybody asks for; a token it does not.
+        let is_ambient = !request.headers().contains_key(AUTHORIZATION) && origin.has_certificate();
+        if kind != Kind::Metrics && (is_ambient || !self.service.auth.is_required()) {
             origin::check(request, &self.hosts, &self.cors).map_err(Refused::Now)?;
         }
         let admitted = self.service.admit_bearer(Api::Http, origin, request.headers());

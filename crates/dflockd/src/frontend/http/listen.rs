@@ -3,7 +3,6 @@
 //! A connection is one task, in which its requests are handled as well (over HTTP/2 each has one of its own).
 
 use std::convert::Infallible;
-use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -80,16 +79,20 @@ impl Server {
         let Accepted { stream, address, tls, stage } = accepted;
         let arrived = if self.app.is_everywhere { stream.local_addr().ok() } else { None };
         let arrived = arrived.map(|address| Arrived(address.ip()));
-        let from = (address.ip().to_canonical(), arrived);
+        let origin = Origin::new(address.ip().to_canonical());
         match tls {
             None => {
                 let protocol = if self.app.h2c { &self.protocol } else { &self.http1 };
-                self.serve(stream, protocol, from, stage).await;
+                self.serve(stream, protocol, (origin, arrived), stage).await;
             }
             Some(tls) => {
                 let handshake = TlsAcceptor::from(tls).accept(stream);
                 match tokio::time::timeout(HANDSHAKE, handshake).await {
-                    Ok(Ok(stream)) => self.serve(stream, &self.protocol, from, stage).await,
+                    Ok(Ok(stream)) => {
+                        let origin =
+                            origin.with_certificates(stream.get_ref().1.peer_certificates());
+                        self.serve(stream, &self.protocol, (origin, arrived), stage).await;
+                    }
                     Ok(Err(error)) => tracing::debug!(peer = %address, %error, "no TLS"),
                     Err(_) => tracing::debug!(peer = %address, "slow TLS handshake"),
                 }
@@ -102,14 +105,14 @@ impl Server {
         &self,
         stream: impl AsyncRead + AsyncWrite + HangUp + Unpin + Send + 'static,
         protocol: &auto::Builder<TokioExecutor>,
-        (address, arrived): (IpAddr, Option<Arrived>),
+        (origin, arrived): (Origin, Option<Arrived>),
         mut stage: watch::Receiver<Stage>,
     ) {
-        let pace = Arc::new(Pace::new(PACE));
+        let (pace, address) = (Arc::new(Pace::new(PACE)), origin.address);
         let cut = Cut::default();
         let entry = Entry {
             router: self.router.clone(),
-            origin: Origin::new(address),
+            origin,
             arrived,
             pace: Arc::clone(&pace),
             cut: cut.clone(),

@@ -39,6 +39,7 @@ use crate::frontend::pool::Pool;
 use crate::operate::{self, Backup};
 use crate::report;
 use crate::service::{ANSWER_BYTES_MAX, Service};
+use rustls::pki_types::CertificateDer;
 
 /// Unread input behind a blocking command at which the connection is closed as abusive.
 const UNREAD_MAX: usize = 4096;
@@ -256,6 +257,11 @@ impl Connection {
     pub fn coming_from(mut self, address: IpAddr) -> Self {
         self.origin = Origin::new(address);
         self
+    }
+
+    /// The handshake of TLS is done: these are the certificates that its client has shown, its own first.
+    pub(crate) fn set_certificates(&mut self, certificates: Option<&[CertificateDer<'static>]>) {
+        self.origin = self.origin.clone().with_certificates(certificates);
     }
 
     /// The connection's number.
@@ -773,7 +779,14 @@ impl Connection {
         self.frames += 1;
         let op = Op::parse(frame.command);
         if self.phase == Phase::Stranger {
-            return self.handle_stranger(op, frame);
+            // Who says `auth` is who the token says, whatever the certificate.
+            if !self.origin.has_certificate() || op == Some(Op::Auth) {
+                return self.handle_stranger(op, frame);
+            }
+            match self.service.admit(TokenKind::Client, Api::Line, &self.origin, None) {
+                Ok(pass) => self.welcome(pass),
+                Err(_) => return self.refuse(None),
+            }
         }
         // A request that makes no sense is refused for that reason, too.
         if self.service.is_draining() {
@@ -812,10 +825,15 @@ impl Connection {
         if self.service.is_draining() {
             return self.refuse_for_drain(None);
         }
+        self.welcome(pass);
+        self.respond(None, &Response::Ok);
+    }
+
+    /// Lets a client in.
+    fn welcome(&mut self, pass: Pass) {
         self.pass = pass;
         self.who = self.service.auth.who(pass);
         self.phase = Phase::Ready;
-        self.respond(None, &Response::Ok);
     }
 
     /// Refuses a request because the server shuts down, and closes.

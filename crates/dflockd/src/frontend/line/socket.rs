@@ -387,8 +387,8 @@ impl Talk {
                 return Ok(());
             }
             let state = tls.session.process_new_packets().map_err(io::Error::other)?;
-            if !tls.session.is_handshaking() {
-                tls.handshake_until = None;
+            if !tls.session.is_handshaking() && tls.handshake_until.take().is_some() {
+                connection.set_certificates(tls.session.peer_certificates());
             }
             let mut plain = vec![0; state.plaintext_bytes_to_read()];
             tls.session.reader().read_exact(&mut plain)?;
