@@ -147,7 +147,7 @@ mod tests {
             assert_eq!(spec.code.text(), spec.text);
             assert!(spec.text.starts_with("error") && spec.meaning.ends_with('.'), "{}", spec.text);
         }
-        assert_eq!(ERROR_CODES.len(), 17);
+        assert_eq!(ERROR_CODES.len(), 18);
         assert_eq!(ErrorCode::parse("error_"), None);
         assert_eq!(ErrorCode::parse(""), None);
     }
