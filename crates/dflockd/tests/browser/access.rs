@@ -3,7 +3,8 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use dflockd_testkit::{LIMIT, eventually};
+use dflockd_testkit::identities::{self, BILLING, OPERATOR};
+use dflockd_testkit::{Dir, LIMIT, eventually};
 
 use super::chromium::MOMENT;
 use super::scene::Scene;
@@ -99,6 +100,32 @@ fn a_rate_limit_is_said_and_kept_to() {
     browser.until_text("#notice", "Too many requests");
     browser.until_text(".pill", "slowed");
     browser.finish();
+}
+
+/// Who may see some keys sees those, and is told where more would be needed.
+#[test]
+fn an_identity_sees_its_own_keys() {
+    let dir = Dir::new();
+    let file = identities::write(&dir);
+    let Some((mut browser, scene)) = Scene::shown(&["--identities-file", &file]) else { return };
+    let mut operator = scene.server.login(OPERATOR.token);
+    let _waiters = ["billing/nightly", "other/secret"].map(|key| {
+        operator.lock(key, "0 600");
+        let mut waiter = scene.server.login(OPERATOR.token);
+        waiter.begin("l", key, "600 60");
+        operator.wait_for_waiters(key, 1);
+        waiter
+    });
+    browser.open(&scene.page(""));
+    browser.until_text("dialog", "Sign in");
+    browser.sign_in(BILLING.token);
+    browser.until_text("body", "billing/nightly");
+    browser.until_text(".pill", "live");
+    browser.go("#/locks");
+    browser.until_text("td.keys", "billing/nightly");
+    assert!(!browser.text("body").contains("other/secret"));
+    browser.go("#/sessions");
+    browser.until_text(".pill", "not allowed");
 }
 
 #[test]

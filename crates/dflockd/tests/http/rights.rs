@@ -149,8 +149,7 @@ fn every_route_against_the_table() {
     refused(BILLING, Ask::get("/v1/kv/other"));
     refused(SCRAPER, Ask::get("/v1/stats"));
     refused(VIEWER, Ask::new("DELETE", "/v1/kv/other"));
-    // Without a pattern it would be all keys.
-    refused(BILLING, Ask::get("/v1/events"));
+    refused(BILLING, Ask::get("/v1/events?pattern=%3E"));
     let metrics =
         Ask::get("/metrics").header("Authorization", &format!("Bearer {}", SCRAPER.token));
     let metrics = site.wire().ask(&metrics);
@@ -207,6 +206,10 @@ fn lists_show_what_may_be_read() {
     assert_eq!(keys(&ask(VIEWER, "/v1/locks"), "locks").len(), 6);
     assert_eq!(keys(&ask(BILLING, "/v1/contention"), "keys"), ["billing/1"]);
     assert_eq!(keys(&ask(VIEWER, "/v1/contention"), "keys").len(), 2);
+    // Without a pattern all changes that may be seen.
+    let seen = |known: Known| keys(&ask(known, "/v1/events"), "events");
+    assert_eq!(seen(BILLING), ["billing/1", "billing/2", "shared/1"]);
+    assert_eq!(seen(VIEWER), ["a", "billing/1", "billing/2", "other/1", "shared/1", "z"]);
     let stats = ask(BILLING, "/v1/stats").to_string();
     assert!(stats.contains("shared/1") && !stats.contains("other/"), "{stats}");
 

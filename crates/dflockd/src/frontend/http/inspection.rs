@@ -26,7 +26,7 @@ use super::error::ApiError;
 use super::openapi_parts::{InKey, NoCluster, NotFound, Refusals};
 use super::streams::ChangeBody;
 use super::{Room, Shared, fields};
-use crate::frontend::auth::Asker;
+use crate::frontend::auth::{Allowed, Asker};
 use crate::report::{self, Names, json_bytes};
 use crate::service::ANSWER_BYTES_MAX;
 
@@ -573,8 +573,8 @@ async fn contention(
 #[derive(Deserialize, utoipa::IntoParams)]
 #[into_params(parameter_in = Query)]
 struct RecentEvents {
-    /// A key, or a pattern: at most 16 tokens between dots, `*` for one token, `>` for all that follow. All if
-    /// nothing is said.
+    /// A key, or a pattern: at most 16 tokens between dots, `*` for one token, `>` for all that follow. All that the
+    /// client may see if nothing is said.
     #[param(min_length = 1, max_length = 256, pattern = r"^\S+$")]
     pattern: Option<String>,
     /// 100 if nothing is said.
@@ -604,12 +604,16 @@ async fn events(
     Query(query): Query<RecentEvents>,
 ) -> Result<Response, ApiError> {
     let limit = check::page(query.limit, PAGE, PAGE_MAX)?;
-    let pattern = check::pattern(query.pattern.as_deref().unwrap_or(">").as_bytes())?;
-    let pattern = asker.pattern(pattern)?;
+    let pattern = match &query.pattern {
+        Some(pattern) => asker.pattern(check::pattern(pattern.as_bytes())?)?,
+        // All that may be seen: what may not is left out.
+        None => Allowed::by_server(b">".as_slice()),
+    };
     let reading = async {
         let changes = app.service.feed.recent(pattern, limit).await;
         let changes = changes.map_err(|_| ApiError::unavailable())?;
-        let mut events: Vec<_> = changes.iter().map(ChangeBody::from).collect();
+        let seen = changes.iter().filter(|change| asker.who.may(Access::read(&change.key)));
+        let mut events: Vec<_> = seen.map(ChangeBody::from).collect();
         // The newest are told.
         let count = fitting(events.iter().rev().map(json_bytes));
         events.drain(..events.len() - count);
