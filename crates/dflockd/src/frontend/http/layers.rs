@@ -164,10 +164,9 @@ impl App {
             }
         })?;
         // Whoever may have no session is here for the metrics only.
-        if kind != Kind::Metrics {
-            let asker = Asker::new(&self.service, Api::Http, peer);
-            asker.check(Access::OWN).map_err(|refusal| Refused::Now(refusal.into()))?;
-        }
+        let access = if kind == Kind::Metrics { Access::Metrics } else { Access::OWN };
+        let asker = Asker::new(&self.service, Api::Http, peer);
+        asker.check(access).map_err(|refusal| Refused::Now(refusal.into()))?;
         // What was asked of this server is told by no other.
         if kind == Kind::Api && request.uri().path() != AUDIT {
             self.is_served_here(request.method()).map_err(Refused::Now)?;
