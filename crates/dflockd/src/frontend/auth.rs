@@ -179,9 +179,16 @@ struct Valid {
 /// The identities of the file.
 #[derive(Default)]
 struct Listed {
-    /// What the file has; none without one.
-    file: Mutex<Option<Identities>>,
+    file: Mutex<File>,
     now: ArcSwap<ListedNow>,
+}
+
+/// What the file has; nothing without one.
+#[derive(Default)]
+struct File {
+    identities: Option<Identities>,
+    /// When a token becomes valid or stops being so.
+    changes_at: Option<SystemTime>,
 }
 
 /// Whose tokens are valid now.
@@ -276,14 +283,19 @@ impl Auth {
         let was_open = !self.is_required();
         let mut current = self.listed.file.lock();
         let dropped = self.listed.replace(file.as_ref(), now, || self.next_pass());
-        *current = file;
+        let changes_at = file.as_ref().and_then(|file| file.next_change(now));
+        *current = File { identities: file, changes_at };
         self.tell(dropped || was_open && self.is_required())
     }
 
     /// Looks at the dates of tokens. True if one is no longer valid, so that what came with it must end.
     pub(crate) fn look_at_dates(&self, now: SystemTime) -> bool {
-        let file = self.listed.file.lock();
-        self.tell(self.listed.replace(file.as_ref(), now, || self.next_pass()))
+        let mut file = self.listed.file.lock();
+        if file.changes_at.is_none_or(|at| now < at) {
+            return false;
+        }
+        file.changes_at = file.identities.as_ref().and_then(|file| file.next_change(now));
+        self.tell(self.listed.replace(file.identities.as_ref(), now, || self.next_pass()))
     }
 
     /// Tells those who wait for it that what they came with may not be good any more, if so.
