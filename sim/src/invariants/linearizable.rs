@@ -24,7 +24,7 @@ use crate::search::{Call, Model, Verdict, search};
 /// More clients make too many orders.
 pub const CLIENTS_MAX: usize = 8;
 const CALLS_MAX: usize = 1000;
-/// Nearly all need fewer than a thousand; where many requests were lost, some need several millions.
+/// Where many requests were lost, an order takes some millions.
 const STEPS_MAX: usize = 20_000_000;
 /// More requests that nobody knows of make too many lists: each item may be there or not.
 const OPEN_MAX: usize = 6;
