@@ -8,7 +8,7 @@
 //! names are never used again. Addresses are replicated. [`AdminRequest`] is the way in for the command `cluster`, HTTP
 //! and gRPC; what concerns one node (snapshot, drain) that node does itself.
 //!
-//! A removal is done for its operator when an entry behind it is committed, too: head of [`Changes`](super::changes).
+//! A removal is done for its operator when an entry behind it is committed, too: head of `changes.rs`.
 //!
 //! The leader refuses a promotion or a removal after which fewer voters than a majority would be reachable, unless the
 //! operator forces it: the cluster could decide nothing any more, not even to take the change back. A voter is
