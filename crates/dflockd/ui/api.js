@@ -90,7 +90,7 @@ export function trouble({ status, code, detail }) {
 		case "unauthorized": return ["signed out", "This server wants its token."];
 		case "admin_unauthorized": return ["refused", "That is not the admin token of this server."];
 		case "admin_disabled": return ["refused", "This server has no admin token; start it with --admin-token-file."];
-		case "forbidden": return ["not allowed", "The identity of this token may not see or do that."];
+		case "forbidden": return ["denied", "This token may not do that."];
 		case "not_held": return ["gone", "This hold has already ended."];
 		case "not_found": return ["gone", "This has already ended."];
 		case "not_leader": return ["not leader", "This member can not answer, the leader can."];

@@ -125,7 +125,7 @@ fn an_identity_sees_its_own_keys() {
     browser.until_text("td.keys", "billing/nightly");
     assert!(!browser.text("body").contains("other/secret"));
     browser.go("#/sessions");
-    browser.until_text(".pill", "not allowed");
+    browser.until_text(".pill", "denied");
 }
 
 #[test]
