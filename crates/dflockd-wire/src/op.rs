@@ -73,8 +73,8 @@ pub struct OpSpec {
     pub key: &'static str,
     /// Its third line; empty if ignored.
     pub arg: &'static str,
-    /// The answers it can get beside `error`, `error_auth`, `error_draining`, `error_not_leader` and
-    /// `error_unknown`, separated by `|`.
+    /// The answers it can get beside `error`, `error_auth`, `error_draining`, `error_not_leader`, `error_unknown` and
+    /// `error_forbidden`, separated by `|`.
     pub answers: &'static str,
     /// How long the third line may be.
     pub arg_limit: ArgLimit,
